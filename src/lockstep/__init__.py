@@ -1,0 +1,52 @@
+"""Lockstep: data-parallel training for PyTorch.
+
+Public names only, loaded when first used, so that the command line can start without torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "DistributedDataParallel": "lockstep.ddp",
+    "InvariantError": "lockstep.errors",
+    "LockstepError": "lockstep.errors",
+    "PeerError": "lockstep.errors",
+    "UsageError": "lockstep.errors",
+    "World": "lockstep.world",
+    "replica_of": "lockstep.replica",
+    "replicate": "lockstep.replica",
+}
+
+__all__ = [
+    "DistributedDataParallel",
+    "InvariantError",
+    "LockstepError",
+    "PeerError",
+    "UsageError",
+    "World",
+    "replica_of",
+    "replicate",
+]
+
+if TYPE_CHECKING:
+    from lockstep.ddp import DistributedDataParallel
+    from lockstep.errors import InvariantError, LockstepError, PeerError, UsageError
+    from lockstep.replica import replica_of, replicate
+    from lockstep.world import World
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module 'lockstep' has no attribute {name!r}; it has {', '.join(__all__)}")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

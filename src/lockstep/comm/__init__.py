@@ -1,0 +1,1 @@
+"""Carries bytes between workers. The only room that calls a collective."""

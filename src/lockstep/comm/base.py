@@ -1,0 +1,82 @@
+"""The Comm protocol: what carries bytes between the workers of one generation, and Pending.
+
+Owns no transport. Every implementation passes tests/contract. Rules that all of them keep:
+
+- All ranks issue the same operations in the same order; ``what`` says which one in messages.
+- Operations return at once with a ``Pending``; the tensor belongs to the comm until its ``wait`` returns.
+- A failure of another worker is a ``PeerError`` from ``wait`` (or from the next operation), on every rank.
+- ``abort`` may be called from any thread and breaks every pending wait at once. ``close`` may be called twice.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+Op = Literal["sum", "mean", "max"]
+
+
+class Pending(Protocol):
+    """Work in flight. ``wait`` is called once, by the thread that issued it."""
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Block until the result is there (on CUDA: until the current stream will see it).
+
+        ``None`` means the comm's own timeout. Raises ``PeerError``.
+        """
+
+    def done(self) -> bool: ...
+
+
+@runtime_checkable
+class Comm(Protocol):
+    """One generation's transport. ``rank`` and ``size`` never change in its life."""
+
+    name: str
+    rank: int
+    size: int
+    timeout_s: float
+
+    def averages(self, device: torch.device) -> bool:
+        """Whether ``reduce(op="mean")`` costs no extra pass over the bytes there."""
+
+    def buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A zeroed flat tensor that this comm can reduce with the fewest copies."""
+
+    def reduce(self, tensor: Tensor, op: Op, what: str) -> Pending:
+        """All-reduce a contiguous tensor in place."""
+
+    def broadcast(self, tensor: Tensor, source: int, what: str) -> Pending:
+        """Overwrite a contiguous tensor with the source rank's."""
+
+    def all_gather(self, output: Tensor, tensor: Tensor, what: str) -> Pending:
+        """Stack every rank's ``tensor`` into ``output``, whose first dimension is ``size``."""
+
+    def barrier(self, what: str = "a barrier") -> None:
+        """Return when every rank has called it."""
+
+    def abort(self, reason: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Done:
+    """A Pending that never was in flight."""
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        return None
+
+    def done(self) -> bool:
+        return True
+
+
+def real(tensor: Tensor) -> Tensor:
+    """The same memory as numbers every transport can add: complex as pairs of reals."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """The same memory as bytes, for operations that only move it: any dtype, bool and float8 included."""
+    return tensor.reshape(-1).view(torch.uint8)

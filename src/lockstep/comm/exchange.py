@@ -1,0 +1,77 @@
+"""Conversations built from a Comm's operations: bytes from everyone, many tensors from one.
+
+Knows nothing of gradients. Everything here is collective: all ranks must call it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from lockstep.comm.base import Comm, Pending, bits
+
+CHUNK_BYTES = 64 << 20
+
+
+def gather_bytes(comm: Comm, payload: bytes, what: str) -> list[bytes]:
+    """Every rank's payload, by rank. Lengths may differ. Never unpickled."""
+    lengths = torch.zeros(comm.size, 1, dtype=torch.int64)
+    comm.all_gather(lengths, torch.tensor([len(payload)]), f"{what} (lengths)").wait()
+    longest = max(1, int(lengths.max()))
+    mine = torch.zeros(longest, dtype=torch.uint8)
+    if payload:
+        mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    everyone = torch.zeros(comm.size, longest, dtype=torch.uint8)
+    comm.all_gather(everyone, mine, what).wait()
+    return [bytes(everyone[r, : int(lengths[r, 0])].tolist()) for r in range(comm.size)]
+
+
+class Broadcast:
+    """Many tensors from one rank to all, in few messages: ``start`` on every rank, later ``finish``.
+
+    Tensors travel in flat pieces of one dtype and device, so their number costs nothing on the wire.
+    """
+
+    def __init__(self, comm: Comm, tensors: Sequence[Tensor], source: int, what: str) -> None:
+        self._receives = comm.rank != source
+        self._flights: list[tuple[list[Tensor], Tensor, Pending]] = []
+        for group in _pieces(tensors):
+            flat = torch.cat([t.detach().reshape(-1) for t in group])
+            self._flights.append((group, flat, comm.broadcast(bits(flat), source, what)))
+
+    def finish(self, write: Callable[[Tensor, Tensor], object]) -> None:
+        """Wait, and on receiving ranks call ``write(tensor, received)`` for each."""
+        for group, flat, pending in self._flights:
+            pending.wait()
+            if self._receives:
+                parts = flat.split([t.numel() for t in group])
+                for tensor, part in zip(group, parts, strict=True):
+                    write(tensor, part.view(tensor.shape))
+
+
+def broadcast_in_place(comm: Comm, tensors: Sequence[Tensor], source: int, what: str) -> None:
+    """Overwrite ``tensors`` with the source's, a bounded number of bytes at a time."""
+    if comm.size == 1:
+        return
+    with torch.no_grad():
+        for group in _pieces(tensors):
+            Broadcast(comm, group, source, what).finish(Tensor.copy_)
+
+
+def _pieces(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Group by (device, dtype), each piece at most CHUNK_BYTES unless a single tensor is larger."""
+    pieces: list[list[Tensor]] = []
+    open_: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], int]] = {}
+    for tensor in tensors:
+        if tensor.numel() == 0:
+            continue
+        key = (tensor.device, tensor.dtype)
+        group, held = open_.get(key, ([], 0))
+        if group and held + tensor.nbytes > CHUNK_BYTES:
+            pieces.append(group)
+            group, held = [], 0
+        group.append(tensor)
+        open_[key] = (group, held + tensor.nbytes)
+    return pieces + [group for group, _ in open_.values()]

@@ -1,0 +1,212 @@
+"""A Comm over torch process groups: gloo for the host's memory, NCCL (or gloo) for CUDA's.
+
+One object is one generation: groups are built for it under a fresh store prefix and end with it.
+Knows nothing of buckets or steps beyond the ``what`` it prints.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections import deque
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.comm.base import Op, Pending, bits, real
+from lockstep.comm.sockets import Connections
+from lockstep.comm.store import await_ranks
+from lockstep.comm.watch import Watch
+from lockstep.errors import PeerError, UsageError
+
+_OPS: dict[Op, Any] = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX}
+_SLICE_S = 0.5  # a wait looks up this often, so that Ctrl-C gets through
+_BACKSTOP = timedelta(days=7)  # our own waits time out and name the rank; gloo's timeout never should
+
+
+class TorchGroup:
+    """gloo and NCCL process groups among ``size`` ranks that meet in ``store``.
+
+    All ranks must construct it; blocks until they have (``PeerError`` names who has not after
+    ``timeout_s``). ``cuda`` says what carries CUDA tensors: ``"nccl"``, ``"gloo"`` (through the
+    host; several ranks may share a GPU), or a process group that exists already.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        *,
+        timeout_s: float = 600.0,
+        cuda: Literal["nccl", "gloo"] | dist.ProcessGroup = "gloo",
+        device: torch.device | None = None,
+    ) -> None:
+        self.rank, self.size, self.timeout_s = rank, size, timeout_s
+        self._error: PeerError | None = None
+        self._closed = False
+        self._in_flight: deque[_CudaPending] = deque()
+        self._in_flight_lock = threading.Lock()
+        store.set_timeout(timedelta(seconds=timeout_s))
+        await_ranks(store, rank, size, timeout_s)
+        self._connections = Connections()
+        with self._connections.captured():
+            self._gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, _BACKSTOP)
+        self._nccl: Any = None if cuda == "gloo" else cuda
+        self._owns_nccl = cuda == "nccl"
+        if self._owns_nccl:
+            if device is None or device.type != "cuda":
+                raise UsageError(f"NCCL needs the CUDA device this worker uses, not {device}. Pass device=torch.device('cuda', N).")
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = _BACKSTOP
+            self._nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, options)
+            self._nccl.eager_connect_single_device(device)
+        self.name = "gloo" if self._nccl is None else "nccl"
+        self._watch = Watch(dist.PrefixStore("watch", _own_connection(store)), rank, size, self._break)
+        if self._nccl is not None:
+            self._watch.each_poll(self._check_cuda)
+        self._finalizer = weakref.finalize(self, _shut, self._watch, self._connections, self._nccl if self._owns_nccl else None)
+
+    def averages(self, device: torch.device) -> bool:
+        return device.type == "cuda" and self._nccl is not None
+
+    def buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.zeros(numel, dtype=dtype, device=device)
+
+    def reduce(self, tensor: Tensor, op: Op, what: str) -> Pending:
+        count = self._enter(what)
+        wire = real(tensor)
+        options = dist.AllreduceOptions()
+        if op == "mean" and not self.averages(tensor.device):
+            options.reduceOp = _OPS["sum"]
+            wire.mul_(1.0 / self.size)
+        else:
+            options.reduceOp = _OPS[op]
+        return self._issue("allreduce", ([wire], options), tensor, count, what)
+
+    def broadcast(self, tensor: Tensor, source: int, what: str) -> Pending:
+        count = self._enter(what)
+        options = dist.BroadcastOptions()
+        options.rootRank = source
+        return self._issue("broadcast", ([bits(tensor)], options), tensor, count, what)
+
+    def all_gather(self, output: Tensor, tensor: Tensor, what: str) -> Pending:
+        count = self._enter(what)
+        outputs = [bits(output[r]) for r in range(self.size)]
+        return self._issue("allgather", ([outputs], [bits(tensor)]), tensor, count, what)
+
+    def barrier(self, what: str = "a barrier") -> None:
+        self.reduce(torch.zeros(1), "sum", what).wait()
+
+    def abort(self, reason: str) -> None:
+        """Break every pending wait of this rank, and through the closed connections everybody's."""
+        self._break(PeerError(reason))
+
+    def close(self) -> None:
+        self._closed = True
+        self._finalizer()
+
+    def _enter(self, what: str) -> int:
+        if self._error is not None:
+            raise PeerError(str(self._error), self._error.ranks)
+        if self._closed:
+            raise UsageError(f"rank {self.rank} used its comm for {what} after closing it.")
+        return self._watch.launched(what)
+
+    def _issue(self, operation: str, arguments: tuple[Any, ...], tensor: Tensor, count: int, what: str) -> Pending:
+        if tensor.is_cuda and self._nccl is not None:
+            pending = _CudaPending(self, getattr(self._nccl, operation)(*arguments), count, what)
+            self._in_flight.append(pending)
+            if len(self._in_flight) > 256:
+                self._forget_finished()
+            return pending
+        try:
+            work = getattr(self._gloo, operation)(*arguments)
+        except RuntimeError as error:  # the peer's connection was gone before we began
+            raise self._explain(count, what, 0.0, error) from error
+        return _GlooPending(self, work, count, what)
+
+    def _break(self, error: PeerError) -> None:
+        self._error = self._error or error
+        self._connections.cut()
+        if self._nccl is not None:
+            self._nccl.abort()
+
+    def _explain(self, count: int, what: str, waited_s: float, error: BaseException | None) -> PeerError:
+        if self._error is None:
+            cause = str(error).splitlines()[0][:160] if error is not None else ""
+            verdict = self._watch.alarm(count, what, waited_s, cause)
+            self._error = self._error or verdict
+        return PeerError(str(self._error), self._error.ranks)
+
+    def _check_cuda(self) -> None:
+        """From the watch thread: CUDA waits never block the host, so nobody else would notice."""
+        head = self._forget_finished()
+        if head is not None and head.waited_s() > self.timeout_s:
+            self._explain(head.count, head.what, head.waited_s(), None)
+
+    def _forget_finished(self) -> _CudaPending | None:
+        with self._in_flight_lock:
+            while self._in_flight and self._in_flight[0].done():
+                self._in_flight.popleft()
+            return self._in_flight[0] if self._in_flight else None
+
+
+class _GlooPending:
+    def __init__(self, comm: TorchGroup, work: Any, count: int, what: str) -> None:
+        self._comm, self._work, self._count, self._what = comm, work, count, what
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        limit_s = self._comm.timeout_s if timeout_s is None else timeout_s
+        started = time.monotonic()
+        while True:
+            waited_s = time.monotonic() - started
+            slice_s = max(0.001, min(_SLICE_S, limit_s - waited_s))
+            try:
+                self._work.wait(timedelta(seconds=slice_s))
+                return
+            except RuntimeError as error:
+                waited_s = time.monotonic() - started
+                if self._work.is_completed():
+                    raise self._comm._explain(self._count, self._what, waited_s, error) from error
+                if waited_s >= limit_s:
+                    raise self._comm._explain(self._count, self._what, waited_s, None) from None
+
+    def done(self) -> bool:
+        return bool(self._work.is_completed())
+
+
+class _CudaPending:
+    def __init__(self, comm: TorchGroup, work: Any, count: int, what: str) -> None:
+        self._comm, self._work, self.count, self.what = comm, work, count, what
+        self._since: float | None = None
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """The current stream waits; the host goes on. The watch thread holds the clock."""
+        if self._comm._error is not None:
+            raise PeerError(str(self._comm._error), self._comm._error.ranks)
+        self._work.wait()
+        self._since = time.monotonic()
+
+    def waited_s(self) -> float:
+        return 0.0 if self._since is None else time.monotonic() - self._since
+
+    def done(self) -> bool:
+        return bool(self._work.is_completed())
+
+
+def _own_connection(store: Any) -> dist.Store:
+    """A second client: a store client serves one caller at a time, and the watch must never wait for the worker."""
+    clone: dist.Store = store.clone()
+    return clone
+
+
+def _shut(watch: Watch, connections: Connections, nccl: Any) -> None:
+    watch.close()
+    if nccl is not None:
+        nccl.shutdown()
+    connections.close()

@@ -1,0 +1,31 @@
+"""The exception tree, sorted by whose fault it is.
+
+LockstepError
+  UsageError       you: an argument, a variable, a model that cannot work as given
+  PeerError        another worker: it died, stands still, or left
+  InvariantError   us: a state that our own code must never reach
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class LockstepError(Exception):
+    """Base of everything Lockstep raises on purpose."""
+
+
+class UsageError(LockstepError, ValueError):
+    """Something the caller can mend; the message says what, the evidence, and what to do."""
+
+
+class PeerError(LockstepError, RuntimeError):
+    """Another worker failed. ``ranks`` holds those that are blamed (empty where none could be named)."""
+
+    def __init__(self, message: str, ranks: Iterable[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks: tuple[int, ...] = tuple(ranks)
+
+
+class InvariantError(LockstepError, AssertionError):
+    """A bug in Lockstep: please report it with the message."""

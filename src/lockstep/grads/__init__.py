@@ -1,0 +1,1 @@
+"""From autograd to averaged gradients."""

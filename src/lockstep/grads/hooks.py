@@ -1,0 +1,139 @@
+"""The only file that touches autograd hooks: tells when a gradient is ready and when a backward ends.
+
+Knows nothing of buckets or workers.
+
+Note: reentrant checkpointing
+-----------------------------
+``torch.utils.checkpoint(use_reentrant=True)`` runs a backward *inside* a backward. Hooks then fire
+under another graph task, and a callback queued there runs at the inner end, too early. So every
+backward has an *owner*: the outermost graph task, at whose end ``on_end`` is called.
+
+    outer task 7   [head params] ......................... [embedding]  end -> on_end
+    inner task 8                 [block 2's params] end
+    inner task 9                                    [block 1's params] end
+
+A task is inner if a Python autograd function's ``backward`` is on the call stack. If the first
+parameter to fire lies in an inner task, the owner is not known from it: therefore the module's
+outputs are hooked too, whose hooks fire at the very beginning, in the outermost task. An owner
+that never ended (its backward raised) is replaced by the next outermost task.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+
+_NESTED = BackwardCFunction.apply.__code__
+_current_task: Callable[[], int] = torch._C._current_graph_task_id
+
+
+class GradHooks:
+    """Calls ``on_begin()``, ``on_ready(i)`` and ``on_end()`` for every backward that reaches ``params``.
+
+    ``on_begin`` comes before the first ``on_ready`` of a backward. While ``enabled`` is False
+    nothing is called. Callbacks are serialised by a lock: models on several devices run their
+    hooks in several threads. An exception from a callback comes out of the user's ``backward()``.
+    """
+
+    def __init__(
+        self, params: Sequence[Tensor], on_begin: Callable[[], None], on_ready: Callable[[int], None], on_end: Callable[[], None]
+    ) -> None:
+        self.enabled = True
+        self._on_begin, self._on_ready, self._on_end = on_begin, on_ready, on_end
+        self._lock = threading.RLock()
+        self._task = -1
+        self._owner: int | None = None
+        self._began = False
+        self._handles = [self._register(param, i) for i, param in enumerate(params)]
+
+    def _register(self, param: Tensor, index: int) -> Any:
+        # A frozen parameter cannot be hooked, but keeps its hook when frozen later.
+        frozen = not param.requires_grad
+        if frozen:
+            param.requires_grad_(True)
+        handle = param.register_post_accumulate_grad_hook(lambda _: self._fired(index))
+        if frozen:
+            param.requires_grad_(False)
+        return handle
+
+    def watch_outputs(self, outputs: Any) -> None:
+        """Hook the tensors in a module's outputs, so that the outermost backward is known from its start."""
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return
+        for tensor in find_tensors(outputs):
+            if tensor.grad_fn is not None:  # a leaf would collect a hook per forward
+                tensor.register_hook(self._output_reached)
+
+    def remove(self) -> None:
+        self.enabled = False
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _output_reached(self, grad: Tensor) -> None:
+        if self.enabled:
+            with self._lock:
+                if _current_task() != self._task:
+                    self._enter(_current_task())
+
+    def _fired(self, index: int) -> None:
+        if not self.enabled:
+            return
+        with self._lock:
+            task = _current_task()
+            if task != self._task:
+                self._enter(task)
+            if not self._began:
+                self._began = True
+                self._on_begin()
+            self._on_ready(index)
+
+    def _enter(self, task: int) -> None:
+        self._task = task
+        if task == self._owner or (self._owner is not None and _is_nested()):
+            return
+        self._owner, self._began = task, False
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: self._ended(task))  # type: ignore[no-untyped-call]
+
+    def _ended(self, task: int) -> None:
+        with self._lock:
+            if task != self._owner:
+                return
+            began, self._owner, self._task, self._began = self._began, None, -1, False
+            if began:  # torch.autograd.grad passes outputs, but accumulates nothing
+                self._on_end()
+
+
+def _is_nested() -> bool:
+    frame = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code is _NESTED:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+def find_tensors(value: Any, depth: int = 4) -> Iterator[Tensor]:
+    """Tensors in outputs of any Python type: containers, dataclasses, and plain objects' attributes."""
+    if isinstance(value, Tensor):
+        yield value
+    elif depth == 0 or isinstance(value, (str, bytes, int, float, type(None), torch.nn.Module)):
+        return
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from find_tensors(item, depth - 1)
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for item in value:
+            yield from find_tensors(item, depth - 1)
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from find_tensors(getattr(value, field.name, None), depth - 1)
+    elif hasattr(value, "__dict__"):
+        yield from find_tensors(vars(value), depth - 1)
