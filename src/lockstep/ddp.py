@@ -139,7 +139,7 @@ def _single_device(module: nn.Module, device_ids: Sequence[int | torch.device] |
         )
     if any(name.startswith("cpu") for name in found):
         raise UsageError(
-            f"device_ids={list(device_ids)} but the module's parameters lie on {', '.join(found)}. Leave device_ids out, or move it."
+            f"device_ids={list(device_ids)} but the module's parameters lie on {', '.join(found)}. Leave device_ids out."
         )
     if len(found) > 1:
         raise UsageError(

@@ -132,6 +132,7 @@ class TorchGroup:
 
     def _break(self, error: PeerError) -> None:
         self._error = self._error or error
+        self._watch.settle()
         self._connections.cut()
         if self._nccl is not None:
             self._nccl.abort()

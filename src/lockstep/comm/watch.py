@@ -105,6 +105,7 @@ class Watch:
         self.count = 0
         self._what, self._when = "the start", time.time()
         self._stop = threading.Event()
+        self._settled = threading.Event()
         self._investigating = threading.Lock()
         self._verdict: PeerError | None = None
         self._checks: list[Callable[[], None]] = []
@@ -124,6 +125,10 @@ class Watch:
     def alarm(self, count: int, what: str, waited_s: float, cause: str) -> PeerError:
         """Tell everybody, find out who is missing. Blocks for the grace time at most, plus the store's answer."""
         return self._investigate(Alarm(self._rank, count, what, waited_s, cause))
+
+    def settle(self) -> None:
+        """The comm knows why it ended: an investigation under way need not wait for answers."""
+        self._settled.set()
 
     def close(self) -> None:
         """Say goodbye, so that whoever still waits for us knows that we left on purpose."""
@@ -187,7 +192,6 @@ class Watch:
             for rank in range(self._size):
                 if rank not in statuses and self._store.check([f"status/{rank}"]):
                     statuses[rank] = Status(**json.loads(self._store.get(f"status/{rank}")))
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline or self._settled.wait(0.01):
                 break
-            time.sleep(0.01)
         return statuses

@@ -82,7 +82,7 @@ class HookPending:
 
 def run_hook(hook: Hook, state: Any, bucket: Bucket, is_last: bool, what: str, timeout_s: float) -> HookPending:
     future = hook(state, GradBucket(bucket, is_last))
-    if not isinstance(future, torch.futures.Future):
+    if not isinstance(future, torch._C.Future):
         raise UsageError(
             f"the communication hook returned {type(future).__name__} for {what}; it must return a torch.futures.Future."
         )

@@ -1,0 +1,240 @@
+"""One contract for every Comm. Each body runs on every rank; loopback ranks are threads, the others processes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.comm.base import Comm
+from lockstep.comm.choose import open_comm
+from lockstep.comm.exchange import Broadcast, broadcast_in_place, gather_bytes
+from lockstep.comm.loopback import loopback
+from lockstep.errors import PeerError, UsageError
+from lockstep.world import World
+from tests.workers import run_workers
+
+KINDS = ["loopback", "gloo"]
+
+
+def in_process(rank: int, size: int, body: Callable[..., Any], timeout_s: float) -> Any:
+    comm = open_comm(torch.device("cpu"), world=World.detect(), timeout_s=timeout_s)
+    try:
+        return body(comm)
+    finally:
+        comm.close()
+
+
+def over(kind: str, size: int, body: Callable[[Comm], Any], timeout_s: float = 20.0) -> list[Any]:
+    if kind != "loopback":
+        return run_workers(in_process, size, body, timeout_s)
+    results: list[Any] = [None] * size
+    errors: list[BaseException] = []
+
+    def enter(comm: Comm) -> None:
+        try:
+            results[comm.rank] = body(comm)
+        except BaseException as error:  # noqa: BLE001 - raised again below, in the test's thread
+            errors.append(error)
+
+    threads = [threading.Thread(target=enter, args=(comm,)) for comm in loopback(size, timeout_s)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    if errors:
+        raise errors[0]
+    return results
+
+
+def reduces(comm: Comm) -> None:
+    for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.complex64):
+        for numel in (0, 1, 7, 1000, 65537):
+            base = torch.arange(numel) % 13
+            tensor = comm.buffer(numel, dtype, torch.device("cpu"))
+            assert tensor.shape == (numel,)
+            assert not tensor.any()
+            tensor.copy_(base + comm.rank)
+            comm.reduce(tensor, "sum", "a sum").wait()
+            expected = (base * comm.size + sum(range(comm.size))).to(dtype)
+            assert torch.equal(tensor, expected), (dtype, numel)
+            if not dtype.is_complex and dtype.is_floating_point:
+                tensor.copy_(base + comm.rank)
+                comm.reduce(tensor, "mean", "a mean").wait()
+                torch.testing.assert_close(
+                    tensor, (expected / comm.size).to(dtype), atol=0.07 if dtype.itemsize == 2 else 1e-5, rtol=0.01
+                )
+            if not dtype.is_complex and dtype.itemsize > 2:
+                tensor.copy_(base * (comm.rank + 1))
+                comm.reduce(tensor, "max", "a max").wait()
+                assert torch.equal(tensor, (base * comm.size).to(dtype))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("kind", KINDS)
+def test_reduce_gives_every_rank_the_same_sum_mean_or_maximum(kind: str, size: int) -> None:
+    over(kind, size, reduces)
+
+
+def moves(comm: Comm) -> None:
+    for dtype in (torch.float32, torch.bool, torch.int8, torch.float8_e4m3fn, torch.complex128):
+        mine = (torch.arange(11) % 2 + comm.rank).to(torch.float32).to(dtype)
+        for source in range(comm.size):
+            tensor = mine.clone()
+            comm.broadcast(tensor, source, "a broadcast").wait()
+            assert torch.equal(tensor.float() if dtype.is_floating_point else tensor, _as(source, dtype))
+        output = torch.zeros(comm.size, 11, dtype=torch.float32).to(dtype)
+        comm.all_gather(output, mine, "a gather").wait()
+        for rank in range(comm.size):
+            assert torch.equal(output[rank].float() if dtype.is_floating_point else output[rank], _as(rank, dtype))
+
+
+def _as(rank: int, dtype: torch.dtype) -> torch.Tensor:
+    value = (torch.arange(11) % 2 + rank).to(torch.float32).to(dtype)
+    return value.float() if dtype.is_floating_point else value
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_broadcast_and_all_gather_move_bits_of_any_dtype(kind: str, size: int) -> None:
+    over(kind, size, moves)
+
+
+def converses(comm: Comm) -> None:
+    payload = b"x" * (comm.rank * 100) + b"end" if comm.rank != 1 else b""
+    answers = gather_bytes(comm, payload, "words")
+    assert answers == [b"x" * (r * 100) + b"end" if r != 1 else b"" for r in range(comm.size)]
+    tensors = [torch.full((3, 2), comm.rank), torch.full((), float(comm.rank)), torch.zeros(0), torch.tensor([comm.rank > 0])]
+    broadcast_in_place(comm, tensors, comm.size - 1, "tensors")
+    assert [t.float().mean().item() for t in tensors if t.numel()] == [comm.size - 1, comm.size - 1, float(comm.size > 1)]
+    strided = torch.full((4, 3), float(comm.rank)).t()
+    Broadcast(comm, [strided], 0, "strided").finish(torch.Tensor.copy_)
+    assert not strided.any()
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_conversations(kind: str, size: int) -> None:
+    over(kind, size, converses)
+
+
+def overlaps(comm: Comm) -> None:
+    tensors = [torch.full((1000 + i,), float(comm.rank + i)) for i in range(20)]
+    pending = [comm.reduce(t, "sum", f"number {i}") for i, t in enumerate(tensors)]
+    for one in reversed(pending):
+        one.wait()
+        assert one.done()
+    for i, tensor in enumerate(tensors):
+        assert torch.equal(tensor, torch.full((1000 + i,), float(sum(range(comm.size)) + i * comm.size)))
+    comm.barrier()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_operations_may_be_in_flight(kind: str) -> None:
+    over(kind, 3, overlaps)
+
+
+def times_out(comm: Comm) -> tuple[str, float]:
+    comm.barrier("the start")
+    if comm.rank == comm.size - 1:
+        return "", 0.0
+    began = time.monotonic()
+    with pytest.raises(PeerError) as caught:
+        comm.reduce(torch.ones(3), "sum", "bucket 7 of step 5").wait()
+    took_s = time.monotonic() - began
+    with pytest.raises(PeerError):
+        comm.barrier("the next operation")
+    assert caught.value.ranks == (comm.size - 1,)
+    return str(caught.value), took_s
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_wait_ends_after_the_timeout_and_names_who_did_not_come(kind: str) -> None:
+    for message, took_s in over(kind, 3, times_out, 1.0)[:2]:
+        assert "rank 2" in message
+        assert "bucket 7 of step 5" in message
+        assert took_s < 3.5
+
+
+def aborts(comm: Comm) -> list[float]:
+    """Several waits pend; on every rank another thread aborts, as an agent would tell it to.
+
+    Measured from this rank's own abort to its last broken wait; 0 where another rank's abort was faster.
+    """
+    comm.barrier("the start")
+    if comm.rank == comm.size - 1:
+        time.sleep(1.0)  # never sends, but does not leave either: its closing connections would end the waits
+        return []
+    pending = [comm.reduce(torch.ones(1000), "sum", f"bucket {i}") for i in range(3)]
+    moment: list[float] = []
+    waiting = threading.Event()
+
+    def act() -> None:
+        waiting.wait(10)
+        time.sleep(0.2)  # let the main thread get into its wait: it has no way to say so from inside
+        moment.append(time.monotonic())
+        comm.abort("told to by the test")
+
+    threading.Thread(target=act).start()
+    delays = []
+    waiting.set()
+    for one in pending:
+        with pytest.raises(PeerError):
+            one.wait()
+        delays.append(time.monotonic() - moment[0] if moment else 0.0)
+    return delays
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_abort_from_another_thread_breaks_every_pending_wait_within_50_ms(kind: str) -> None:
+    for delays in over(kind, 4, aborts)[:-1]:
+        assert len(delays) == 3
+        assert max(delays) < 0.05
+
+
+def closes(comm: Comm) -> None:
+    comm.barrier()
+    comm.close()
+    comm.close()
+    with pytest.raises((UsageError, PeerError)):
+        comm.reduce(torch.ones(1), "sum", "too late")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_close_may_be_called_twice_and_ends_use(kind: str) -> None:
+    over(kind, 2, closes)
+
+
+def test_loopback_plays_its_fault_script() -> None:
+    comms = loopback(2)
+    comms[0].hub.fail(rank=1, at=1)
+    seen: list[str] = []
+
+    def other() -> None:
+        comms[1].barrier()
+        with pytest.raises(PeerError, match="script"):
+            comms[1].barrier()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    comms[0].barrier()
+    with pytest.raises(PeerError) as caught:
+        comms[0].barrier()
+    seen.append(str(caught.value))
+    thread.join(10)
+    assert "rank 1 died" in seen[0]
+    assert caught.value.ranks == (1,)
+
+
+def test_loopback_notices_ranks_that_do_different_things() -> None:
+    comms = loopback(2)
+    first = comms[0].reduce(torch.ones(1), "sum", "bucket 0")
+    with pytest.raises(PeerError, match="where others are at 'bucket 0'"):
+        comms[1].broadcast(torch.ones(1), 0, "the buffers")
+    with pytest.raises(PeerError):
+        first.wait()

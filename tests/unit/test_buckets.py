@@ -1,0 +1,115 @@
+"""Properties of the bucket plan, for any parameters in any order."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lockstep.errors import InvariantError, UsageError
+from lockstep.plan.buckets import ALIGN_BYTES, BucketPlan, BucketSpec, ParamSpec, Slot, plan_buckets
+
+specs = st.lists(
+    st.builds(
+        lambda numel, kind, device: ParamSpec("p", numel, kind[1], kind[0], device),
+        st.integers(0, 5000),
+        st.sampled_from([("float32", 4), ("float64", 8), ("bfloat16", 2), ("complex64", 8)]),
+        st.sampled_from(["cuda:0", "cpu"]),
+    ),
+    min_size=1,
+    max_size=40,
+)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[list[ParamSpec], list[int], int, int]:
+    chosen = draw(specs)
+    order = draw(st.permutations(range(len(chosen))))
+    kept = draw(st.integers(1, len(order)))
+    return chosen, list(order[:kept]), draw(st.integers(1, 30000)), draw(st.integers(1, 30000))
+
+
+@settings(max_examples=300, deadline=None)
+@given(cases())
+def test_every_planned_parameter_lies_in_exactly_one_slot_of_its_own_kind(
+    case: tuple[list[ParamSpec], list[int], int, int],
+) -> None:
+    chosen, order, cap, edge = case
+    plan = plan_buckets(chosen, order, cap, edge)
+    placed = [slot.param for bucket in plan.buckets for slot in bucket.slots]
+    assert sorted(placed) == sorted(order)
+    for bucket in plan.buckets:
+        for slot in bucket.slots:
+            assert (chosen[slot.param].dtype, chosen[slot.param].device) == (bucket.dtype, bucket.device)
+            assert slot.numel == chosen[slot.param].numel
+            assert slot.offset * bucket.itemsize % ALIGN_BYTES == 0
+
+
+@settings(max_examples=300, deadline=None)
+@given(cases())
+def test_buckets_respect_the_cap_and_the_ready_order(case: tuple[list[ParamSpec], list[int], int, int]) -> None:
+    chosen, order, cap, edge = case
+    plan = plan_buckets(chosen, order, cap, edge)
+    position = {param: at for at, param in enumerate(order)}
+    ends = []
+    for bucket in plan.buckets:
+        assert len(bucket.slots) == 1 or bucket.numel * bucket.itemsize <= cap
+        places = [position[slot.param] for slot in bucket.slots]
+        assert places == sorted(places)
+        ends.append(places[-1])
+    assert ends == sorted(ends)
+    for edge_bucket in (plan.buckets[0], plan.buckets[-1]):
+        assert len(edge_bucket.slots) == 1 or edge_bucket.numel * edge_bucket.itemsize <= max(1, min(edge, cap))
+
+
+@settings(max_examples=100, deadline=None)
+@given(cases())
+def test_the_plan_is_a_function_of_its_inputs_and_its_fingerprint_tells_plans_apart(
+    case: tuple[list[ParamSpec], list[int], int, int],
+) -> None:
+    chosen, order, cap, edge = case
+    first, second = plan_buckets(chosen, order, cap, edge), plan_buckets(chosen, order, cap, edge)
+    assert first == second
+    assert first.fingerprint() == second.fingerprint()
+    if len(order) > 1:
+        assert plan_buckets(chosen, order[:-1], cap, edge).fingerprint() != first.fingerprint()
+
+
+def mb(n: float) -> ParamSpec:
+    return ParamSpec("p", int(n * (1 << 20) / 4), 4, "float32", "cpu")
+
+
+def test_a_large_model_gets_a_small_first_and_last_bucket_and_full_ones_between() -> None:
+    plan = plan_buckets([mb(0.5)] * 200, range(200), 25 << 20)
+    sizes = [bucket.numel * 4 / (1 << 20) for bucket in plan.buckets]
+    assert sizes == [1.0, 25.0, 25.0, 25.0, 23.0, 1.0]
+    assert [bucket.control for bucket in plan.buckets] == [0, 0, 0, 0, 0, 200]
+
+
+def test_a_small_model_is_one_bucket() -> None:
+    assert len(plan_buckets([mb(0.1)] * 5, range(5), 25 << 20).buckets) == 1
+
+
+def test_a_parameter_larger_than_the_cap_travels_alone() -> None:
+    plan = plan_buckets([mb(1), mb(100), mb(1)], range(3), 25 << 20)
+    assert [len(bucket.slots) for bucket in plan.buckets] == [1, 1, 1]
+
+
+def test_a_wrong_plan_cannot_exist() -> None:
+    slot = Slot(0, 0, 16)
+    good = BucketSpec("float32", "cpu", 4, (slot,), 16, control=1)
+    BucketPlan((0,), (good,))
+    for wrong in (
+        lambda: BucketPlan((0, 1), (good,)),
+        lambda: BucketPlan((0,), (good, good)),
+        lambda: BucketPlan((0,), (BucketSpec("float32", "cpu", 4, (slot,), 16),)),
+        lambda: BucketSpec("float32", "cpu", 4, (slot, Slot(1, 8, 16)), 64),
+        lambda: BucketSpec("float32", "cpu", 4, (Slot(0, 3, 4),), 64),
+        lambda: BucketSpec("float32", "cpu", 4, (slot,), 8),
+        lambda: plan_buckets([mb(1)], [0, 0], 1),
+        lambda: plan_buckets([mb(1)], [1], 1),
+    ):
+        with pytest.raises(InvariantError):
+            wrong()
+    with pytest.raises(UsageError):
+        plan_buckets([mb(1)], [0], 0)

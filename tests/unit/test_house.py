@@ -1,0 +1,68 @@
+"""The walls of the house: who may import whom, and who may touch what."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+SOURCE = Path(__file__).parents[2] / "src" / "lockstep"
+FLOOR = {"errors": 0, "world": 1, "plan": 1, "comm": 2, "grads": 3, "same": 3, "replica": 4, "ddp": 5, "__init__": 9}
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(SOURCE).parts[0].removesuffix(".py")
+
+
+def imports(path: Path) -> list[str]:
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found.append(node.module)
+        elif isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+    return found
+
+
+def test_imports_point_down() -> None:
+    for path in SOURCE.rglob("*.py"):
+        here = room_of(path)
+        for module in imports(path):
+            if module.startswith("lockstep."):
+                there = module.split(".")[1]
+                assert there == here or FLOOR[there] < FLOOR[here], f"{path.name} ({here}) imports {module}"
+
+
+def test_only_comm_speaks_to_torch_distributed() -> None:
+    for path in SOURCE.rglob("*.py"):
+        if room_of(path) != "comm":
+            assert not any(m.startswith("torch.distributed") for m in imports(path)), path
+
+
+def test_plans_are_pure() -> None:
+    for path in (SOURCE / "plan").glob("*.py"):
+        for module in imports(path):
+            assert module.split(".")[0] in {"__future__", "collections", "dataclasses", "hashlib", "json", "lockstep"}, (
+                path,
+                module,
+            )
+
+
+def test_only_world_and_launch_read_the_environment() -> None:
+    for path in SOURCE.rglob("*.py"):
+        if room_of(path) not in ("world", "launch"):
+            assert "environ" not in path.read_text(), path
+            assert "getenv" not in path.read_text(), path
+
+
+def test_importing_lockstep_loads_no_torch_and_starts_nothing() -> None:
+    code = "import sys, threading, lockstep; lockstep.World.detect({}); "
+    code += "assert 'torch' not in sys.modules; assert threading.active_count() == 1"
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=60)
+
+
+def test_unknown_names_are_told_what_there_is() -> None:
+    code = "import lockstep\ntry: lockstep.replicat\nexcept AttributeError as e: assert 'replicate' in str(e)\n"
+    code += "else: raise SystemExit(1)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
