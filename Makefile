@@ -1,0 +1,39 @@
+# make train   creates .venv, installs, and trains a small GPT on all cores of this machine
+# make test    ruff, mypy and the whole test suite
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+CORES := $(shell nproc 2>/dev/null || sysctl -n hw.ncpu)
+INSTALLED := $(VENV)/.installed
+
+.PHONY: train test lint bench gpu clean
+.DELETE_ON_ERROR:
+
+train: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node=$(CORES) examples/train_gpt.py $(ARGS)
+
+test: lint
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check -q .
+	$(BIN)/mypy
+
+bench: $(INSTALLED)
+	$(BIN)/python -m benchmarks.step
+
+# On a machine with a GPU, with whatever torch it has: nothing is installed.
+gpu:
+	PYTHONPATH=src:. $(PYTHON) tests/gpu/run.py
+
+# torch first and alone: exactly this spelling finds a CPU build where one is offered
+$(INSTALLED): pyproject.toml constraints-dev.txt
+	$(PYTHON) -c 'import sys; sys.exit("Lockstep needs Python 3.11 or newer, this is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --disable-pip-version-check $$(grep '^torch==' constraints-dev.txt)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints-dev.txt -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
