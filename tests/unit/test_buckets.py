@@ -79,11 +79,11 @@ def mb(n: float) -> ParamSpec:
     return ParamSpec("p", int(n * (1 << 20) / 4), 4, "float32", "cpu")
 
 
-def test_a_large_model_gets_a_small_first_and_last_bucket_and_full_ones_between() -> None:
+def test_a_large_model_gets_a_small_first_bucket_full_ones_and_a_ramp_down_to_a_small_last_one() -> None:
     plan = plan_buckets([mb(0.5)] * 200, range(200), 25 << 20)
     sizes = [bucket.numel * 4 / (1 << 20) for bucket in plan.buckets]
-    assert sizes == [1.0, 25.0, 25.0, 25.0, 23.0, 1.0]
-    assert [bucket.control for bucket in plan.buckets] == [0, 0, 0, 0, 0, 200]
+    assert sizes == [1.0, 25.0, 25.0, 25.0, 3.0, 16.0, 4.0, 1.0]
+    assert [bucket.control for bucket in plan.buckets] == [0] * 7 + [200]
 
 
 def test_a_small_model_is_one_bucket() -> None:

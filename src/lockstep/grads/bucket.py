@@ -14,6 +14,9 @@ from lockstep.comm.base import Comm, real
 from lockstep.plan.buckets import BucketSpec
 
 _FUSE_BYTES = 1 << 16  # above this, one pass that copies and scales beats two passes in cache
+_HOST_BATCH_BYTES = 1 << 20
+"""On the host a launch is cheap and memory is not: copy while gradients are in cache, and give their pages
+back at once. On a device it is the other way round: one copy per bucket."""
 
 
 class Bucket:
@@ -34,43 +37,72 @@ class Bucket:
         self.flat, self.control = memory[: spec.numel], memory[spec.numel :]
         self.views = [_like(memory, slot.offset, param) for slot, param in zip(spec.slots, self.params, strict=True)]
         self._ones = torch.ones_like(self.control)
+        self._batch_bytes = _HOST_BATCH_BYTES if first.device.type == "cpu" else spec.nbytes + 1
+        self.reset()
 
-    def deposit(self, scale: float | None, skip: frozenset[int] = frozenset()) -> list[int]:
-        """Bring every gradient into the buffer, times ``scale``: one multi-tensor copy for all.
+    def reset(self) -> None:
+        """A new backward: nothing has been offered."""
+        self._waiting: list[int] = []
+        self._waiting_bytes = 0
+        self._inside = [False] * len(self.params)
 
-        ``param.grad`` becomes the view. A parameter without a gradient, a frozen one, and one
-        whose number is in ``skip`` send zeros and keep what they have. Returns the numbers of those.
+    def holds(self, slot: int) -> bool:
+        """Whether the slot's gradient is in the buffer already: another one would come too late."""
+        return self._inside[slot]
+
+    def offer(self, slot: int, scale: float | None) -> None:
+        """The slot's gradient is ready: it is copied with others, at the latest by ``close``."""
+        self._waiting.append(slot)
+        self._waiting_bytes += self.views[slot].nbytes
+        if self._waiting_bytes >= self._batch_bytes:
+            self._copy(scale)
+
+    def close(self, scale: float | None, skip: bool = False) -> list[int]:
+        """Bring everything into the buffer that is not there yet, whether it was offered or not.
+
+        A parameter without a gradient, a frozen one, and with ``skip`` every one sends zeros and
+        keeps what it has. Returns the parameter numbers of those.
         """
-        views, grads, absent = [], [], []
-        fused: list[tuple[Tensor, Tensor]] = []
-        in_place: list[Tensor] = []
-        for slot, param, view in zip(self.spec.slots, self.params, self.views, strict=True):
-            grad = param.grad
-            if grad is None or not param.requires_grad or slot.param in skip:
-                absent.append(slot.param)
-                if grad is view:
-                    param.grad = grad.clone()  # stale, but the user's: the zeros below must not reach it
-                view.zero_()
+        absent = []
+        offered = set(self._waiting)
+        for slot, (param, view) in enumerate(zip(self.params, self.views, strict=True)):
+            if self._inside[slot] or slot in offered:
                 continue
+            if param.grad is None or not param.requires_grad or skip:
+                absent.append(self.spec.slots[slot].param)
+                if param.grad is view:
+                    param.grad = view.clone()  # stale, but the user's: the zeros must not reach it
+                view.zero_()
+            else:
+                self._waiting.append(slot)
+        if self._waiting:
+            self._copy(scale)
+        return absent
+
+    def _copy(self, scale: float | None) -> None:
+        """One multi-tensor copy of all that waits, times ``scale``; ``param.grad`` becomes the view."""
+        views, grads, in_place = [], [], []
+        for slot in self._waiting:
+            param, view = self.params[slot], self.views[slot]
+            grad = param.grad
+            assert grad is not None
+            self._inside[slot] = True
             if grad is view:
                 in_place.append(view)
                 continue
             if grad.is_sparse:
                 grad = grad.to_dense()
             if scale is not None and not view.is_cuda and view.nbytes > _FUSE_BYTES:
-                fused.append((view, grad))
+                torch.mul(grad, scale, out=view)
             else:
                 views.append(view)
                 grads.append(grad)
             param.grad = view
         if views:
             torch._foreach_copy_(views, grads)
-        if scale is not None:
-            if views or in_place:
-                torch._foreach_mul_(views + in_place, scale)
-            for view, grad in fused:
-                torch.mul(grad, scale, out=view)
-        return absent
+        if scale is not None and (views or in_place):
+            torch._foreach_mul_(views + in_place, scale)
+        self._waiting, self._waiting_bytes = [], 0
 
     def mark_present(self, absent: Sequence[int]) -> None:
         """Fill the presence elements (last bucket only): 1 for every planned parameter, 0 for ``absent`` slots."""

@@ -58,6 +58,15 @@ class Share:
     """The rank whose word counts where one must decide (buffers, bucket order): the first with data."""
 
 
+@dataclass(frozen=True)
+class Way:
+    """How a bucket becomes a mean: scaled on the way in, by the collective, or afterwards; whichever is free."""
+
+    op: Op
+    scale: float | None = None
+    scales_after: bool = False
+
+
 class Reducer:
     """Averages the gradients of ``params`` over the ranks of ``comm``.
 
@@ -106,6 +115,7 @@ class Reducer:
             self._build(self._next_order)
         self._reset()
         self._share = share
+        self._ways += [self._way(bucket) for bucket in self._buckets]
         self._state = State.OPEN
 
     def ready(self, index: int) -> None:
@@ -117,14 +127,16 @@ class Reducer:
         place = self._place.get(index)
         if place is None:
             return  # sparse, or unfrozen since the plan was made: handled at the end
-        bucket = place[0]
-        if bucket < self._launched:
+        bucket, slot = place
+        if self._buckets[bucket].holds(slot):
             raise UsageError(
                 f"parameter {self._names[index]} received its gradient number {fires} of step {self.step} after its bucket had "
-                f"left: so far it had {self._usual_fires[index]} per backward. The number of reentrant checkpoints that share it "
-                "grew during training: pass use_reentrant=False to torch.utils.checkpoint."
+                f"been filled: so far it had {self._usual_fires[index]} per backward. The number of reentrant checkpoints that "
+                "share it grew during training: pass use_reentrant=False to torch.utils.checkpoint."
             )
         if fires == self._usual_fires[index]:
+            with torch.no_grad():
+                self._buckets[bucket].offer(slot, self._ways[bucket].scale)
             self._missing[bucket] -= 1
             if self._missing[bucket] == 0 and bucket == self._launched:
                 self._launch_full()
@@ -145,8 +157,9 @@ class Reducer:
             self._reduce_sparse(index)
         for pending in self._pending:
             pending.wait()
-        for bucket in self._after_scale:
-            bucket.flat.mul_(1.0 / self._share.divisor)
+        for bucket, way in zip(self._buckets, self._ways, strict=True):
+            if way.scales_after:
+                bucket.flat.mul_(1.0 / self._share.divisor)
         if self._share.active:
             self._adopt_others()
         self._reduce_unplanned()
@@ -164,30 +177,26 @@ class Reducer:
         bucket = self._buckets[self._launched]
         is_last = self._launched == len(self._buckets) - 1
         what = f"bucket {bucket.index} of step {self.step}"
+        way = self._ways[self._launched]
         with torch.no_grad():
-            op, scale, later = self._averaging(bucket)
-            skip = frozenset() if self._share.active else frozenset(self.plan.params)
-            self._absent += bucket.deposit(scale, skip)
+            self._absent += bucket.close(way.scale, skip=not self._share.active)
             if is_last:
                 bucket.mark_present([self._position[i] for i in self._absent])
             if self._hook is not None:
                 hook, state = self._hook
                 self._pending.append(run_hook(hook, state, bucket, is_last, what, self._comm.timeout_s))
             else:
-                self._pending.append(self._comm.reduce(bucket.wire, op, what))
-                if later:
-                    self._after_scale.append(bucket)
+                self._pending.append(self._comm.reduce(bucket.wire, way.op, what))
         self._launched += 1
 
-    def _averaging(self, bucket: Bucket) -> tuple[Op, float | None, bool]:
-        """(operation, scale on the way in, scale on the way out): wherever it costs no extra pass."""
+    def _way(self, bucket: Bucket) -> Way:
         if self._hook is not None or self._share.divisor == 1:
-            return "sum", None, False
+            return Way("sum")
         if self._comm.averages(bucket.wire.device) and self._share.divisor == self._comm.size:
-            return "mean", None, False
+            return Way("mean")
         if bucket.wire.is_cuda:
-            return "sum", None, True
-        return "sum", 1.0 / self._share.divisor, False
+            return Way("sum", scales_after=True)
+        return Way("sum", scale=1.0 / self._share.divisor)
 
     # -- finishing ---------------------------------------------------------------------------
 
@@ -265,7 +274,9 @@ class Reducer:
         self._missing = [len(bucket.params) for bucket in self._buckets]
         self._launched = 0
         self._pending: list[Pending] = []
-        self._after_scale: list[Bucket] = []
+        self._ways: list[Way] = []
+        for bucket in self._buckets:
+            bucket.reset()
         self._absent: list[int] = []
         self._seen: list[int] = []
         self._share = Share(self._comm.size)

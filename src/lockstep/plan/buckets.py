@@ -104,24 +104,25 @@ def plan_buckets(specs: Sequence[ParamSpec], order: Sequence[int], cap_bytes: in
     """Pack ``specs[i] for i in order`` (the order in which gradients become ready) into buckets.
 
     No bucket exceeds ``cap_bytes`` unless a single parameter does. The first bucket and the last
-    one are kept to ``edge_bytes``. Parameters not in ``order`` have no place in the plan.
+    one are kept to ``edge_bytes``, and sizes fall towards the end. Parameters not in ``order`` have
+    no place in the plan.
     """
     if cap_bytes < 1:
         raise UsageError(f"a bucket must hold at least one byte, not {cap_bytes}. Pass a positive bucket_mb.")
     if len(set(order)) != len(order) or any(not 0 <= i < len(specs) for i in order):
         raise InvariantError(f"ready order {list(order)} is not a choice among {len(specs)} parameters")
     edge_bytes = min(edge_bytes, cap_bytes)
-    tail_start = _tail_start([_room(specs[i]) for i in order], edge_bytes)
+    caps = _caps([_room(specs[i]) for i in order], cap_bytes, edge_bytes)
     position = {param: at for at, param in enumerate(order)}
     closed: list[list[int]] = []
     open_: dict[tuple[str, str], list[int]] = {}
     held: dict[tuple[str, str], int] = {}
     for at, i in enumerate(order):
-        if at == tail_start:
+        if at and caps[at] != caps[at - 1]:
             closed += open_.values()
             open_, held = {}, {}
         key = (specs[i].device, specs[i].dtype)
-        cap = edge_bytes if not closed or at >= tail_start else cap_bytes
+        cap = caps[at] if closed else edge_bytes
         if key in open_ and held[key] + _room(specs[i]) > cap:
             closed.append(open_.pop(key))
         open_.setdefault(key, []).append(i)
@@ -134,13 +135,21 @@ def plan_buckets(specs: Sequence[ParamSpec], order: Sequence[int], cap_bytes: in
     return BucketPlan(tuple(order), tuple(buckets))
 
 
-def _tail_start(rooms: Sequence[int], edge_bytes: int) -> int:
-    """Index in the order at which the small last bucket begins: as much as fits, at least one parameter."""
-    start, held = len(rooms), 0
-    while start > 0 and (start == len(rooms) or held + rooms[start - 1] <= edge_bytes):
-        start -= 1
-        held += rooms[start]
-    return start
+def _caps(rooms: Sequence[int], cap_bytes: int, edge_bytes: int) -> list[int]:
+    """The cap that holds at each place in the order: it falls towards the end, 25 25 16 4 1 MB.
+
+    A bucket that fills near the end of backward has little compute left to hide behind, so it had
+    better be small. Each size of the ramp holds as much as fits, at least one parameter.
+    """
+    caps, start, cap = [cap_bytes] * len(rooms), len(rooms), edge_bytes
+    while start > 0 and cap < cap_bytes:
+        end, held = start, 0
+        while start > 0 and (start == end or held + rooms[start - 1] <= cap):
+            start -= 1
+            held += rooms[start]
+            caps[start] = cap
+        cap *= 4
+    return caps
 
 
 def _room(spec: ParamSpec) -> int:
