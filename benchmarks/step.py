@@ -186,12 +186,8 @@ def main() -> None:
         results = json.loads(Path(folder, "results.json").read_text())
     text = table(results)
     print(text)
-    write(
-        "step-gpu" if options.gpu else "step-cpu",
-        {"machine": machine(), "results": results},
-        text,
-        "python -m benchmarks.step" + (" --gpu" if options.gpu else ""),
-    )
+    name, flag = ("step-gpu", " --gpu") if options.gpu else ("step-cpu", "")
+    write(name, {"machine": machine(), "results": results}, text, f"python -m benchmarks.step{flag}")
 
 
 if __name__ == "__main__":

@@ -90,7 +90,8 @@ class Progress:
             return
         self.marked = now
         elapsed = now - self.began
-        line = f"step {step:4d}/{self.steps}  loss {self.average:.3f}  {step * self.per_step / elapsed:7.0f} characters/s  {elapsed:5.1f} s"
+        rate = step * self.per_step / elapsed
+        line = f"step {step:4d}/{self.steps}  loss {self.average:.3f}  {rate:7.0f} characters/s  {elapsed:5.1f} s"
         print(f"\r{line}" if self.live else line, end="" if self.live and not last else "\n", flush=True)
 
 

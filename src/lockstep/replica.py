@@ -156,8 +156,9 @@ class Replica:
 
     # -- one backward ------------------------------------------------------------------------
 
-    def _begin(self) -> None:
+    def _begin(self) -> bytes:
         self.reducer.begin(Share(self.comm.size) if self._joining is None else self._roll_call(self._joining, True))
+        return self.reducer.looks_at
 
     def _end(self) -> None:
         self._complete(0 if self._joining is None else self._joining.source)

@@ -53,13 +53,12 @@ def test_buckets_respect_the_cap_and_the_ready_order(case: tuple[list[ParamSpec]
     position = {param: at for at, param in enumerate(order)}
     ends = []
     for bucket in plan.buckets:
-        assert len(bucket.slots) == 1 or bucket.numel * bucket.itemsize <= cap
+        assert bucket.slots[-1].offset * bucket.itemsize < cap, "closed by the parameter that reached the cap"
         places = [position[slot.param] for slot in bucket.slots]
         assert places == sorted(places)
         ends.append(places[-1])
     assert ends == sorted(ends)
-    for edge_bucket in (plan.buckets[0], plan.buckets[-1]):
-        assert len(edge_bucket.slots) == 1 or edge_bucket.numel * edge_bucket.itemsize <= max(1, min(edge, cap))
+    assert plan.buckets[0].slots[-1].offset * plan.buckets[0].itemsize < min(edge, cap) or len(plan.buckets) == 1
 
 
 @settings(max_examples=100, deadline=None)
@@ -82,7 +81,7 @@ def mb(n: float) -> ParamSpec:
 def test_a_large_model_gets_a_small_first_bucket_full_ones_and_a_ramp_down_to_a_small_last_one() -> None:
     plan = plan_buckets([mb(0.5)] * 200, range(200), 25 << 20)
     sizes = [bucket.numel * 4 / (1 << 20) for bucket in plan.buckets]
-    assert sizes == [1.0, 25.0, 25.0, 25.0, 3.0, 16.0, 4.0, 1.0]
+    assert sizes == [1.0, 25.0, 25.0, 25.0, 3.0, 16.0, 4.0, 1.0], sizes
     assert [bucket.control for bucket in plan.buckets] == [0] * 7 + [200]
 
 
@@ -90,9 +89,14 @@ def test_a_small_model_is_one_bucket() -> None:
     assert len(plan_buckets([mb(0.1)] * 5, range(5), 25 << 20).buckets) == 1
 
 
-def test_a_parameter_larger_than_the_cap_travels_alone() -> None:
+def test_a_parameter_larger_than_the_cap_closes_its_bucket() -> None:
     plan = plan_buckets([mb(1), mb(100), mb(1)], range(3), 25 << 20)
     assert [len(bucket.slots) for bucket in plan.buckets] == [1, 1, 1]
+
+
+def test_a_giant_at_the_end_gets_no_ramp_before_it() -> None:
+    plan = plan_buckets([mb(10)] * 10 + [mb(150)], range(11), 25 << 20)
+    assert [round(bucket.numel * 4 / (1 << 20)) for bucket in plan.buckets] == [10, 30, 30, 30, 150]
 
 
 def test_a_wrong_plan_cannot_exist() -> None:

@@ -23,7 +23,18 @@ from lockstep.comm.store import await_ranks
 from lockstep.comm.watch import Watch
 from lockstep.errors import PeerError, UsageError
 
-_OPS: dict[Op, Any] = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX}
+
+def _options(op: Any) -> dist.AllreduceOptions:
+    options = dist.AllreduceOptions()
+    options.reduceOp = op
+    return options
+
+
+_OPTIONS: dict[Op, dist.AllreduceOptions] = {
+    "sum": _options(dist.ReduceOp.SUM),
+    "mean": _options(dist.ReduceOp.AVG),
+    "max": _options(dist.ReduceOp.MAX),
+}
 _SLICE_S = 0.5  # a wait looks up this often, so that Ctrl-C gets through
 _BACKSTOP = timedelta(days=7)  # our own waits time out and name the rank; gloo's timeout never should
 
@@ -80,13 +91,10 @@ class TorchGroup:
     def reduce(self, tensor: Tensor, op: Op, what: str) -> Pending:
         count = self._enter(what)
         wire = real(tensor)
-        options = dist.AllreduceOptions()
         if op == "mean" and not self.averages(tensor.device):
-            options.reduceOp = _OPS["sum"]
+            op = "sum"
             wire.mul_(1.0 / self.size)
-        else:
-            options.reduceOp = _OPS[op]
-        return self._issue("allreduce", ([wire], options), tensor, count, what)
+        return self._issue("allreduce", ([wire], _OPTIONS[op]), tensor, count, what)
 
     def broadcast(self, tensor: Tensor, source: int, what: str) -> Pending:
         count = self._enter(what)
@@ -121,8 +129,7 @@ class TorchGroup:
         if tensor.is_cuda and self._nccl is not None:
             pending = _CudaPending(self, getattr(self._nccl, operation)(*arguments), count, what)
             self._in_flight.append(pending)
-            if len(self._in_flight) > 256:
-                self._forget_finished()
+            self._forget_finished()  # a work keeps its tensors alive
             return pending
         try:
             work = getattr(self._gloo, operation)(*arguments)

@@ -14,9 +14,6 @@ from lockstep.comm.base import Comm, real
 from lockstep.plan.buckets import BucketSpec
 
 _FUSE_BYTES = 1 << 16  # above this, one pass that copies and scales beats two passes in cache
-_HOST_BATCH_BYTES = 1 << 20
-"""On the host a launch is cheap and memory is not: copy while gradients are in cache, and give their pages
-back at once. On a device it is the other way round: one copy per bucket."""
 
 
 class Bucket:
@@ -37,24 +34,29 @@ class Bucket:
         self.flat, self.control = memory[: spec.numel], memory[spec.numel :]
         self.views = [_like(memory, slot.offset, param) for slot, param in zip(spec.slots, self.params, strict=True)]
         self._ones = torch.ones_like(self.control)
-        self._batch_bytes = _HOST_BATCH_BYTES if first.device.type == "cpu" else spec.nbytes + 1
+        # On the host a launch is cheap and memory is not: copy while gradients are in cache, and give their
+        # pages back at once. On a device it is the other way round: one copy per bucket.
+        self._copies_at_once = first.device.type == "cpu"
         self.reset()
 
     def reset(self) -> None:
         """A new backward: nothing has been offered."""
+        self.missing = len(self.params)
         self._waiting: list[int] = []
-        self._waiting_bytes = 0
         self._inside = [False] * len(self.params)
 
     def holds(self, slot: int) -> bool:
         """Whether the slot's gradient is in the buffer already: another one would come too late."""
         return self._inside[slot]
 
-    def offer(self, slot: int, scale: float | None) -> None:
-        """The slot's gradient is ready: it is copied with others, at the latest by ``close``."""
+    def offer(self, slot: int) -> None:
+        """The slot's gradient is ready; it enters the buffer with the next ``copy`` or ``close``."""
         self._waiting.append(slot)
-        self._waiting_bytes += self.views[slot].nbytes
-        if self._waiting_bytes >= self._batch_bytes:
+        self.missing -= 1
+
+    def copy(self, scale: float | None) -> None:
+        """Between gradients: bring in what was offered, where that is better done early."""
+        if self._copies_at_once and self._waiting:
             self._copy(scale)
 
     def close(self, scale: float | None, skip: bool = False) -> list[int]:
@@ -63,6 +65,12 @@ class Bucket:
         A parameter without a gradient, a frozen one, and with ``skip`` every one sends zeros and
         keeps what it has. Returns the parameter numbers of those.
         """
+        absent = self._close_unready(skip) if self.missing else []
+        if self._waiting:
+            self._copy(scale)
+        return absent
+
+    def _close_unready(self, skip: bool) -> list[int]:
         absent = []
         offered = set(self._waiting)
         for slot, (param, view) in enumerate(zip(self.params, self.views, strict=True)):
@@ -75,8 +83,6 @@ class Bucket:
                 view.zero_()
             else:
                 self._waiting.append(slot)
-        if self._waiting:
-            self._copy(scale)
         return absent
 
     def _copy(self, scale: float | None) -> None:
@@ -92,7 +98,7 @@ class Bucket:
                 continue
             if grad.is_sparse:
                 grad = grad.to_dense()
-            if scale is not None and not view.is_cuda and view.nbytes > _FUSE_BYTES:
+            if scale is not None and view.nbytes > _FUSE_BYTES:
                 torch.mul(grad, scale, out=view)
             else:
                 views.append(view)
@@ -102,7 +108,7 @@ class Bucket:
             torch._foreach_copy_(views, grads)
         if scale is not None and (views or in_place):
             torch._foreach_mul_(views + in_place, scale)
-        self._waiting, self._waiting_bytes = [], 0
+        self._waiting = []
 
     def mark_present(self, absent: Sequence[int]) -> None:
         """Fill the presence elements (last bucket only): 1 for every planned parameter, 0 for ``absent`` slots."""

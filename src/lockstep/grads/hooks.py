@@ -35,15 +35,23 @@ _current_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
 class GradHooks:
-    """Calls ``on_begin()``, ``on_ready(i)`` and ``on_end()`` for every backward that reaches ``params``.
+    """Calls ``on_begin()``, ``on_ready(numbers)`` and ``on_end()`` for every backward that reaches ``params``.
 
-    ``on_begin`` comes before the first ``on_ready`` of a backward. While ``enabled`` is False
-    nothing is called. Callbacks are serialised by a lock: models on several devices run their
-    hooks in several threads. An exception from a callback comes out of the user's ``backward()``.
+    ``on_begin`` comes before a backward's first ``on_ready`` and returns a mask over the parameters:
+    gradients are only noted (a list append: most of what a hook may cost where a step is bound by
+    launches) until one of the masked parameters fires, when ``on_ready`` gets all that were noted
+    since. The rest comes just before ``on_end``. While ``enabled`` is False nothing is called.
+
+    Callbacks are serialised by a lock: models on several devices run their hooks in several
+    threads. An exception from a callback comes out of the user's ``backward()``.
     """
 
     def __init__(
-        self, params: Sequence[Tensor], on_begin: Callable[[], None], on_ready: Callable[[int], None], on_end: Callable[[], None]
+        self,
+        params: Sequence[Tensor],
+        on_begin: Callable[[], bytes],
+        on_ready: Callable[[Sequence[int]], None],
+        on_end: Callable[[], None],
     ) -> None:
         self.enabled = True
         self._on_begin, self._on_ready, self._on_end = on_begin, on_ready, on_end
@@ -51,14 +59,26 @@ class GradHooks:
         self._task = -1
         self._owner: int | None = None
         self._began = False
+        self._noted: list[int] = []
+        self._everyone = b"\1" * len(params)
+        self._wanted = self._everyone
+        self._looks = bytearray(self._everyone)  # whose hook must look up: everybody's until a backward has begun
         self._handles = [self._register(param, i) for i, param in enumerate(params)]
 
     def _register(self, param: Tensor, index: int) -> Any:
+        looks, note, look = self._looks, self._noted.append, self._look
+
+        def fired(_: Tensor) -> None:
+            if looks[index]:
+                look(index)
+            else:
+                note(index)
+
         # A frozen parameter cannot be hooked, but keeps its hook when frozen later.
         frozen = not param.requires_grad
         if frozen:
             param.requires_grad_(True)
-        handle = param.register_post_accumulate_grad_hook(lambda _: self._fired(index))
+        handle = param.register_post_accumulate_grad_hook(fired)
         if frozen:
             param.requires_grad_(False)
         return handle
@@ -67,6 +87,8 @@ class GradHooks:
         """Hook the tensors in a module's outputs, so that the outermost backward is known from its start."""
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
+        if self._began and _current_task() == -1:
+            self._disown()  # the last backward raised
         for tensor in find_tensors(outputs):
             if tensor.grad_fn is not None:  # a leaf would collect a hook per forward
                 tensor.register_hook(self._output_reached)
@@ -83,7 +105,7 @@ class GradHooks:
                 if _current_task() != self._task:
                     self._enter(_current_task())
 
-    def _fired(self, index: int) -> None:
+    def _look(self, index: int) -> None:
         if not self.enabled:
             return
         with self._lock:
@@ -91,23 +113,41 @@ class GradHooks:
             if task != self._task:
                 self._enter(task)
             if not self._began:
+                self._noted.clear()
+                self._wanted = self._on_begin()
+                self._looks[:] = self._wanted
                 self._began = True
-                self._on_begin()
-            self._on_ready(index)
+            self._noted.append(index)
+            if self._wanted[index]:
+                self._hand_over()
+
+    def _hand_over(self) -> None:
+        count = len(self._noted)
+        ready = self._noted[:count]
+        del self._noted[:count]  # another thread may have noted one more
+        self._on_ready(ready)
 
     def _enter(self, task: int) -> None:
         self._task = task
         if task == self._owner or (self._owner is not None and _is_nested()):
             return
-        self._owner, self._began = task, False
+        self._disown()
+        self._owner = self._task = task
         torch.autograd.Variable._execution_engine.queue_callback(lambda: self._ended(task))  # type: ignore[no-untyped-call]
+
+    def _disown(self) -> None:
+        self._owner, self._task, self._began = None, -1, False
+        self._looks[:] = self._everyone
 
     def _ended(self, task: int) -> None:
         with self._lock:
             if task != self._owner:
                 return
-            began, self._owner, self._task, self._began = self._began, None, -1, False
+            began = self._began
             if began:  # torch.autograd.grad passes outputs, but accumulates nothing
+                self._hand_over()
+            self._disown()
+            if began:
                 self._on_end()
 
 

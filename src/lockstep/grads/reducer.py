@@ -42,6 +42,8 @@ from lockstep.grads.comm_hook import Hook, run_hook
 from lockstep.grads.sparse import reduce_sparse
 from lockstep.plan.buckets import BucketPlan, ParamSpec, plan_buckets
 
+_HOST_BATCH_BYTES = 1 << 20
+
 
 class State(enum.Enum):
     IDLE = "idle"  # between backwards
@@ -90,7 +92,11 @@ class Reducer:
         self._next_order: list[int] | None = trainable[::-1]
         self._order_is_learned = False
         self._state = State.IDLE
+        self._share = Share(comm.size)
+        self._ways: list[Way] = []
         self.plan = BucketPlan((), ())
+        self.looks_at = b""
+        """1 for the parameters at whose gradient ``ready`` should be called with all that came before."""
         self._buckets: list[Bucket] = []
         self._place: dict[int, tuple[int, int]] = {}  # parameter -> (bucket, slot)
         self._position: dict[int, int] = {}  # parameter -> presence element
@@ -101,11 +107,12 @@ class Reducer:
         if self._hook is not None:
             raise UsageError("a communication hook is registered already; a model takes one, once.")
         self._hook = (hook, state)
+        self._ways = []
 
     # -- one backward ------------------------------------------------------------------------
 
     def begin(self, share: Share) -> None:
-        """Start a backward; ``share`` holds until its end."""
+        """Start a backward; ``share`` holds until its end. From here on ``looks_at`` is valid."""
         if self._state is State.OPEN and self._launched and self._comm.size > 1:
             self._comm.abort(  # the next operation raises this, here and on the others
                 f"rank {self._comm.rank}'s backward of step {self.step} raised after {self._launched} of {len(self._buckets)} "
@@ -114,38 +121,46 @@ class Reducer:
         if self._next_order is not None:
             self._build(self._next_order)
         self._reset()
-        self._share = share
-        self._ways += [self._way(bucket) for bucket in self._buckets]
+        if share != self._share or not self._ways:
+            self._share = share
+            self._ways = [self._way(bucket) for bucket in self._buckets]
         self._state = State.OPEN
 
-    def ready(self, index: int) -> None:
-        """Parameter ``index`` has its gradient (again, if reentrant)."""
-        self._fires[index] += 1
-        fires = self._fires[index]
-        if fires == 1 and not self._order_is_learned:
-            self._seen.append(index)
-        place = self._place.get(index)
-        if place is None:
-            return  # sparse, or unfrozen since the plan was made: handled at the end
-        bucket, slot = place
-        if self._buckets[bucket].holds(slot):
-            raise UsageError(
-                f"parameter {self._names[index]} received its gradient number {fires} of step {self.step} after its bucket had "
-                f"been filled: so far it had {self._usual_fires[index]} per backward. The number of reentrant checkpoints that "
-                "share it grew during training: pass use_reentrant=False to torch.utils.checkpoint."
-            )
-        if fires == self._usual_fires[index]:
-            with torch.no_grad():
-                self._buckets[bucket].offer(slot, self._ways[bucket].scale)
-            self._missing[bucket] -= 1
-            if self._missing[bucket] == 0 and bucket == self._launched:
-                self._launch_full()
+    def ready(self, indices: Sequence[int]) -> None:
+        """These parameters have their gradients (some again, if reentrant), in this order."""
+        self._require_open("ready")
+        fires, usual, place, buckets = self._fires, self._usual_fires, self._place, self._buckets
+        for index in indices:
+            fires[index] += 1
+            home = place.get(index)
+            if home is None:
+                continue  # sparse, or unfrozen since the plan was made: handled at the end
+            bucket, slot = buckets[home[0]], home[1]
+            if bucket.holds(slot):
+                raise self._too_late(index)
+            if fires[index] == usual[index]:
+                bucket.offer(slot)
+        if not self._order_is_learned:
+            self._seen += [i for i in indices if fires[i] == 1]
+        with torch.no_grad():
+            for bucket, way in zip(buckets[self._launched :], self._ways[self._launched :], strict=True):
+                bucket.copy(way.scale)
+            while self._launched < len(buckets) - 1 and buckets[self._launched].missing == 0:
+                self._launch()
+
+    def _too_late(self, index: int) -> UsageError:
+        return UsageError(
+            f"parameter {self._names[index]} received its gradient number {self._fires[index]} of step {self.step} after its "
+            f"bucket had been filled: so far it had {self._usual_fires[index]} per backward. The number of reentrant checkpoints "
+            "that share it grew during training: pass use_reentrant=False to torch.utils.checkpoint."
+        )
 
     def launch_rest(self) -> None:
         """End of backward: send what has not left yet. Does not wait."""
         self._require_open("launch_rest")
-        while self._launched < len(self._buckets):
-            self._launch()
+        with torch.no_grad():
+            while self._launched < len(self._buckets):
+                self._launch()
         if self._hook is not None and self._buckets:
             last = self._buckets[-1]
             self._pending.append(self._comm.reduce(last.control, "sum", f"presence of step {self.step}"))
@@ -169,24 +184,19 @@ class Reducer:
 
     # -- launching ---------------------------------------------------------------------------
 
-    def _launch_full(self) -> None:
-        while self._launched < len(self._buckets) - 1 and self._missing[self._launched] == 0:
-            self._launch()
-
     def _launch(self) -> None:
         bucket = self._buckets[self._launched]
         is_last = self._launched == len(self._buckets) - 1
         what = f"bucket {bucket.index} of step {self.step}"
         way = self._ways[self._launched]
-        with torch.no_grad():
-            self._absent += bucket.close(way.scale, skip=not self._share.active)
-            if is_last:
-                bucket.mark_present([self._position[i] for i in self._absent])
-            if self._hook is not None:
-                hook, state = self._hook
-                self._pending.append(run_hook(hook, state, bucket, is_last, what, self._comm.timeout_s))
-            else:
-                self._pending.append(self._comm.reduce(bucket.wire, way.op, what))
+        self._absent += bucket.close(way.scale, skip=not self._share.active)
+        if is_last:
+            bucket.mark_present([self._position[i] for i in self._absent])
+        if self._hook is not None:
+            hook, state = self._hook
+            self._pending.append(run_hook(hook, state, bucket, is_last, what, self._comm.timeout_s))
+        else:
+            self._pending.append(self._comm.reduce(bucket.wire, way.op, what))
         self._launched += 1
 
     def _way(self, bucket: Bucket) -> Way:
@@ -244,7 +254,8 @@ class Reducer:
 
     def _learn(self) -> None:
         """Remember how often gradients fire; once, adopt the order in which they became ready."""
-        self._usual_fires = [max(usual, fires) for usual, fires in zip(self._usual_fires, self._fires, strict=True)]
+        if self._fires != self._usual_fires:
+            self._usual_fires = [max(usual, fires) for usual, fires in zip(self._usual_fires, self._fires, strict=True)]
         if self._order_is_learned:
             return
         planned = [i for i in self._seen if i in self._place]
@@ -267,21 +278,33 @@ class Reducer:
         self._place = {slot.param: (k, s) for k, spec in enumerate(self.plan.buckets) for s, slot in enumerate(spec.slots)}
         self._position = {param: at for at, param in enumerate(self.plan.params)}
         self._unplanned = [i for i in range(len(self._params)) if i not in self._place and i not in self._sparse]
+        self.looks_at = _sentinels(self.plan, len(self._params))
+        self._ways = []
         self._next_order = None
 
     def _reset(self) -> None:
         self._fires = [0] * len(self._params)
-        self._missing = [len(bucket.params) for bucket in self._buckets]
         self._launched = 0
         self._pending: list[Pending] = []
-        self._ways: list[Way] = []
         for bucket in self._buckets:
             bucket.reset()
         self._absent: list[int] = []
         self._seen: list[int] = []
-        self._share = Share(self._comm.size)
         self._state = State.IDLE
 
     def _require_open(self, event: str) -> None:
         if self._state is not State.OPEN:
             raise InvariantError(f"reducer got {event} in state {self._state.value}")
+
+
+def _sentinels(plan: BucketPlan, count: int) -> bytes:
+    """The last parameter of every bucket; on the host also one per megabyte, to copy while in cache."""
+    mask = bytearray(count)
+    for bucket in plan.buckets:
+        held = 0
+        for slot in bucket.slots:
+            held += slot.numel * bucket.itemsize
+            if held >= _HOST_BATCH_BYTES and bucket.device == "cpu":
+                mask[slot.param], held = 1, 0
+        mask[bucket.slots[-1].param] = 1
+    return bytes(mask)

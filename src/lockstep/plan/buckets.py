@@ -103,9 +103,9 @@ class BucketPlan:
 def plan_buckets(specs: Sequence[ParamSpec], order: Sequence[int], cap_bytes: int, edge_bytes: int = EDGE_BYTES) -> BucketPlan:
     """Pack ``specs[i] for i in order`` (the order in which gradients become ready) into buckets.
 
-    No bucket exceeds ``cap_bytes`` unless a single parameter does. The first bucket and the last
-    one are kept to ``edge_bytes``, and sizes fall towards the end. Parameters not in ``order`` have
-    no place in the plan.
+    A bucket is closed by the parameter with which it reaches ``cap_bytes``; the first and the last
+    one already at ``edge_bytes``, and sizes fall towards the end. Parameters not in ``order`` have no
+    place in the plan.
     """
     if cap_bytes < 1:
         raise UsageError(f"a bucket must hold at least one byte, not {cap_bytes}. Pass a positive bucket_mb.")
@@ -122,11 +122,11 @@ def plan_buckets(specs: Sequence[ParamSpec], order: Sequence[int], cap_bytes: in
             closed += open_.values()
             open_, held = {}, {}
         key = (specs[i].device, specs[i].dtype)
-        cap = caps[at] if closed else edge_bytes
-        if key in open_ and held[key] + _room(specs[i]) > cap:
-            closed.append(open_.pop(key))
         open_.setdefault(key, []).append(i)
-        held[key] = held[key] + _room(specs[i]) if len(open_[key]) > 1 else _room(specs[i])
+        held[key] = held.get(key, 0) + _room(specs[i])
+        if held[key] >= (caps[at] if closed else edge_bytes):
+            closed.append(open_.pop(key))
+            del held[key]
     closed += open_.values()
     closed.sort(key=lambda members: position[members[-1]])
     buckets = [
@@ -139,10 +139,11 @@ def _caps(rooms: Sequence[int], cap_bytes: int, edge_bytes: int) -> list[int]:
     """The cap that holds at each place in the order: it falls towards the end, 25 25 16 4 1 MB.
 
     A bucket that fills near the end of backward has little compute left to hide behind, so it had
-    better be small. Each size of the ramp holds as much as fits, at least one parameter.
+    better be small. Each size of the ramp holds as much as fits, at least one parameter. Where the
+    very last parameter is a giant (a tied embedding), a ramp before it hides nothing.
     """
     caps, start, cap = [cap_bytes] * len(rooms), len(rooms), edge_bytes
-    while start > 0 and cap < cap_bytes:
+    while start > 0 and cap < cap_bytes and rooms[-1] < cap_bytes:
         end, held = start, 0
         while start > 0 and (start == end or held + rooms[start - 1] <= cap):
             start -= 1
