@@ -68,6 +68,8 @@ class TorchGroup:
         with self._connections.captured():
             self._gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, _BACKSTOP)
         self._nccl: Any = None if cuda == "gloo" else cuda
+        if isinstance(cuda, dist.ProcessGroup):
+            self._nccl = cuda._get_backend(torch.device("cuda"))  # skips a dispatch per operation
         self._owns_nccl = cuda == "nccl"
         if self._owns_nccl:
             if device is None or device.type != "cuda":
@@ -129,7 +131,8 @@ class TorchGroup:
         if tensor.is_cuda and self._nccl is not None:
             pending = _CudaPending(self, getattr(self._nccl, operation)(*arguments), count, what)
             self._in_flight.append(pending)
-            self._forget_finished()  # a work keeps its tensors alive
+            if len(self._in_flight) > 32:  # a work keeps its tensors alive, so not many
+                self._forget_finished()
             return pending
         try:
             work = getattr(self._gloo, operation)(*arguments)
