@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -18,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.comm.base import Op, Pending, bits, real
+from lockstep.comm.guard import Guard
 from lockstep.comm.sockets import Connections
 from lockstep.comm.store import await_ranks
-from lockstep.comm.watch import Watch
 from lockstep.errors import PeerError, UsageError
 
 
@@ -58,8 +59,6 @@ class TorchGroup:
         device: torch.device | None = None,
     ) -> None:
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
-        self._error: PeerError | None = None
-        self._closed = False
         self._in_flight: deque[_CudaPending] = deque()
         self._in_flight_lock = threading.Lock()
         store.set_timeout(timedelta(seconds=timeout_s))
@@ -79,10 +78,10 @@ class TorchGroup:
             self._nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, options)
             self._nccl.eager_connect_single_device(device)
         self.name = "gloo" if self._nccl is None else "nccl"
-        self._watch = Watch(dist.PrefixStore("watch", _own_connection(store)), rank, size, self._break)
+        self._guard = Guard(store, rank, size, _breaker(self._connections, self._nccl))
         if self._nccl is not None:
-            self._watch.each_poll(self._check_cuda)
-        self._finalizer = weakref.finalize(self, _shut, self._watch, self._connections, self._nccl if self._owns_nccl else None)
+            self._guard.watch.each_poll(_weakly(self._check_cuda))
+        self._finalizer = weakref.finalize(self, _shut, self._guard, self._connections, self._nccl if self._owns_nccl else None)
 
     def averages(self, device: torch.device) -> bool:
         return device.type == "cuda" and self._nccl is not None
@@ -91,7 +90,7 @@ class TorchGroup:
         return torch.zeros(numel, dtype=dtype, device=device)
 
     def reduce(self, tensor: Tensor, op: Op, what: str) -> Pending:
-        count = self._enter(what)
+        count = self._guard.enter(what)
         wire = real(tensor)
         if op == "mean" and not self.averages(tensor.device):
             op = "sum"
@@ -99,13 +98,13 @@ class TorchGroup:
         return self._issue("allreduce", ([wire], _OPTIONS[op]), tensor, count, what)
 
     def broadcast(self, tensor: Tensor, source: int, what: str) -> Pending:
-        count = self._enter(what)
+        count = self._guard.enter(what)
         options = dist.BroadcastOptions()
         options.rootRank = source
         return self._issue("broadcast", ([bits(tensor)], options), tensor, count, what)
 
     def all_gather(self, output: Tensor, tensor: Tensor, what: str) -> Pending:
-        count = self._enter(what)
+        count = self._guard.enter(what)
         outputs = [bits(output[r]) for r in range(self.size)]
         return self._issue("allgather", ([outputs], [bits(tensor)]), tensor, count, what)
 
@@ -114,18 +113,10 @@ class TorchGroup:
 
     def abort(self, reason: str) -> None:
         """Break every pending wait of this rank, and through the closed connections everybody's."""
-        self._break(PeerError(reason))
+        self._guard.fail(PeerError(reason))
 
     def close(self) -> None:
-        self._closed = True
         self._finalizer()
-
-    def _enter(self, what: str) -> int:
-        if self._error is not None:
-            raise PeerError(str(self._error), self._error.ranks)
-        if self._closed:
-            raise UsageError(f"rank {self.rank} used its comm for {what} after closing it.")
-        return self._watch.launched(what)
 
     def _issue(self, operation: str, arguments: tuple[Any, ...], tensor: Tensor, count: int, what: str) -> Pending:
         if tensor.is_cuda and self._nccl is not None:
@@ -137,28 +128,14 @@ class TorchGroup:
         try:
             work = getattr(self._gloo, operation)(*arguments)
         except RuntimeError as error:  # the peer's connection was gone before we began
-            raise self._explain(count, what, 0.0, error) from error
+            raise self._guard.explain(count, what, 0.0, first_line(error)) from error
         return _GlooPending(self, work, count, what)
-
-    def _break(self, error: PeerError) -> None:
-        self._error = self._error or error
-        self._watch.settle()
-        self._connections.cut()
-        if self._nccl is not None:
-            self._nccl.abort()
-
-    def _explain(self, count: int, what: str, waited_s: float, error: BaseException | None) -> PeerError:
-        if self._error is None:
-            cause = str(error).splitlines()[0][:160] if error is not None else ""
-            verdict = self._watch.alarm(count, what, waited_s, cause)
-            self._error = self._error or verdict
-        return PeerError(str(self._error), self._error.ranks)
 
     def _check_cuda(self) -> None:
         """From the watch thread: CUDA waits never block the host, so nobody else would notice."""
         head = self._forget_finished()
         if head is not None and head.waited_s() > self.timeout_s:
-            self._explain(head.count, head.what, head.waited_s(), None)
+            self._guard.explain(head.count, head.what, head.waited_s())
 
     def _forget_finished(self) -> _CudaPending | None:
         with self._in_flight_lock:
@@ -183,9 +160,9 @@ class _GlooPending:
             except RuntimeError as error:
                 waited_s = time.monotonic() - started
                 if self._work.is_completed():
-                    raise self._comm._explain(self._count, self._what, waited_s, error) from error
+                    raise self._comm._guard.explain(self._count, self._what, waited_s, first_line(error)) from error
                 if waited_s >= limit_s:
-                    raise self._comm._explain(self._count, self._what, waited_s, None) from None
+                    raise self._comm._guard.explain(self._count, self._what, waited_s) from None
 
     def done(self) -> bool:
         return bool(self._work.is_completed())
@@ -198,8 +175,8 @@ class _CudaPending:
 
     def wait(self, timeout_s: float | None = None) -> None:
         """The current stream waits; the host goes on. The watch thread holds the clock."""
-        if self._comm._error is not None:
-            raise PeerError(str(self._comm._error), self._comm._error.ranks)
+        if self._comm._guard.error is not None:
+            raise self._comm._guard.again()
         self._work.wait()
         self._since = time.monotonic()
 
@@ -210,14 +187,34 @@ class _CudaPending:
         return bool(self._work.is_completed())
 
 
-def _own_connection(store: Any) -> dist.Store:
-    """A second client: a store client serves one caller at a time, and the watch must never wait for the worker."""
-    clone: dist.Store = store.clone()
-    return clone
+def first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:160]
 
 
-def _shut(watch: Watch, connections: Connections, nccl: Any) -> None:
-    watch.close()
+def _breaker(connections: Connections, nccl: Any) -> Callable[[], None]:
+    """Ends all waits. Holds no reference to the comm, whose end must not wait for its own watch thread."""
+
+    def end_waits() -> None:
+        connections.cut()
+        if nccl is not None:
+            nccl.abort()
+
+    return end_waits
+
+
+def _weakly(method: Callable[[], None]) -> Callable[[], None]:
+    ref = weakref.WeakMethod(method)
+
+    def call() -> None:
+        alive = ref()
+        if alive is not None:
+            alive()
+
+    return call
+
+
+def _shut(guard: Guard, connections: Connections, nccl: Any) -> None:
+    guard.close()
     if nccl is not None:
         nccl.shutdown()
     connections.close()
