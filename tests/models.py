@@ -74,7 +74,19 @@ class MixedDtypes(nn.Module):
         return self.head((h.to(torch.complex64) * self.phase).abs())
 
 
+class Wide(nn.Module):
+    """Parameters above 64 KB, which are scaled as they are copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(12, 1500), nn.Tanh(), nn.Linear(1500, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
 MODELS: dict[str, type[nn.Module]] = {
+    "wide": Wide,
     "mlp": MLP,
     "cnn": CNN,
     "transformer": Transformer,

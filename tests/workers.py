@@ -119,7 +119,7 @@ def _enter(body: Callable[..., Any], rank: int, size: int, args: tuple[Any, ...]
     torch.manual_seed(0)
     try:
         outcome = Outcome(value=body(rank, size, *args))
-    except Exception as error:  # noqa: BLE001 - handed to the test, which raises it
+    except BaseException as error:  # noqa: BLE001 - handed to the test, which raises it; pytest's own are no Exceptions
         outcome = Outcome(error=(type(error).__name__, str(error)), trace=traceback.format_exc())
     pipe.send_bytes(pickle.dumps(outcome))  # plain pickle: tensors by value, no descriptors that die with us
     pipe.close()

@@ -54,7 +54,7 @@ class DistributedDataParallel(nn.Module):
         skip_all_reduce_unused_params: bool = False,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
-        comm: Comm | None = None,
+        comm: Comm | str | None = None,
         timeout_s: float = 600.0,
         **others: Any,
     ) -> None:

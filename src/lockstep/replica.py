@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from lockstep.comm.base import Comm
 from lockstep.comm.choose import open_comm
@@ -24,6 +25,8 @@ from lockstep.grads.reducer import Reducer, Share
 from lockstep.same import require_same
 
 M = TypeVar("M", bound=nn.Module)
+
+_claimed: Any = WeakIdKeyDictionary()  # parameters of live replicas
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class Settings:
 def replicate(
     module: M,
     *,
-    comm: Comm | None = None,
+    comm: Comm | str | None = None,
     bucket_mb: float = 25,
     broadcast_buffers: bool = True,
     init_sync: bool = True,
@@ -59,6 +62,7 @@ def replicate(
     0's parameters and buffers to all (unless ``init_sync=False``). Without a ``comm`` it finds the
     world by itself (``World.detect``), and a lone process trains as before.
 
+    ``comm``: "shm", "twolevel", "gloo", "nccl" or a Comm of your own instead of the one that fits.
     ``bucket_mb``: gradients travel in messages of about this size. ``broadcast_buffers``: after
     every synced backward rank 0's buffers (BatchNorm statistics) go to all. ``ignore``: names of
     parameters and buffers to leave alone. ``timeout_s``: how long to wait for another rank before
@@ -79,23 +83,30 @@ def replica_of(module: nn.Module) -> Replica:
 class Replica:
     """The engine behind one replicated module."""
 
-    def __init__(self, module: nn.Module, settings: Settings, comm: Comm | None = None, group: Any = None) -> None:
+    def __init__(self, module: nn.Module, settings: Settings, comm: Comm | str | None = None, group: Any = None) -> None:
         if not isinstance(module, nn.Module):
             raise UsageError(f"replicate() takes a torch.nn.Module, not {type(module).__name__}.")
         if _find(module) is not None:
             raise UsageError("this module is replicated already; its gradients would be averaged twice. Call it once.")
-        self._named = _parameters(module, settings.ignore)
-        self._params = [p for _, p in self._named]
+        named = _parameters(module, settings.ignore)
+        self._everything = [p for _, p in named]
+        trainable = [(name, p) for name, p in named if p.is_floating_point() or p.is_complex()]
+        self._params = [p for _, p in trainable]
         self._buffers = _Buffers(module, settings.ignore)
         self._syncs_buffers = settings.broadcast_buffers
-        self._owns_comm = comm is None
-        self.comm: Comm = comm or open_comm(_device(self._params), group=group, timeout_s=settings.timeout_s)
+        self._owns_comm = comm is None or isinstance(comm, str)
+        if comm is None or isinstance(comm, str):
+            trained = sum(p.nbytes for p in self._params if p.requires_grad)
+            comm = open_comm(_device(self._params), group=group, timeout_s=settings.timeout_s, kind=comm, need_bytes=trained)
+        self.comm: Comm = comm
+        require_same(self.comm, named, self._buffers.named(), asdict(settings))
         if settings.init_sync:
-            require_same(self.comm, self._named, self._buffers.named(), asdict(settings))
-            broadcast_in_place(self.comm, [*self._params, *self._buffers.tensors()], 0, "the initial parameters")
-        names = [name for name, _ in self._named]
+            broadcast_in_place(self.comm, [*self._everything, *self._buffers.tensors()], 0, "the initial parameters")
+        names = [name for name, _ in trainable]
         self.reducer = Reducer(self._params, names, self.comm, int(settings.bucket_mb * (1 << 20)), _sparse(module, self._params))
         self._hooks = GradHooks(self._params, self._begin, self.reducer.ready, self._end)
+        for param in self._everything:
+            _claimed[param] = True
         self._joining: _Joining | None = None
         self._mark = module.register_forward_hook(_Mark(self))
 
@@ -151,6 +162,8 @@ class Replica:
         """Unhook the module; it trains alone from here on. May be called twice."""
         self._hooks.remove()
         self._mark.remove()
+        for param in self._everything:
+            _claimed.pop(param, None)
         if self._owns_comm:
             self.comm.close()
 
@@ -174,16 +187,17 @@ class Replica:
 
     def _roll_call(self, joining: _Joining, active: bool) -> Share:
         """Who still has data? One small message before the first bucket, inside ``join`` only."""
-        here = torch.zeros(self.comm.size, 1, dtype=torch.int64)
+        here = torch.zeros(self.comm.size, 2, dtype=torch.int64)
         what = f"the roll call of step {self.reducer.step}"
-        self.comm.all_gather(here, torch.tensor([int(active)]), what).wait()
+        mine = [int(active), int(active and self.reducer.has_unfrozen())]
+        self.comm.all_gather(here, torch.tensor(mine), what).wait()
         ranks = [r for r in range(self.comm.size) if here[r, 0]]
         joining.active, joining.source = ranks, ranks[0] if ranks else joining.source
         if joining.raise_early and len(ranks) < self.comm.size:
             gone = [r for r in range(self.comm.size) if r not in ranks]
             raise PeerError(f"rank {', '.join(map(str, gone))} ran out of data at step {self.reducer.step}.", gone)
         divisor = self.comm.size if joining.divide_by_initial_size else max(1, len(ranks))
-        return Share(divisor, active, joining.source)
+        return Share(divisor, active, joining.source, unfrozen=bool(here[:, 1].any()))
 
     def _shadow(self, joining: _Joining) -> None:
         """This rank has run out: take part in every backward of the others, then take the last one's state."""
@@ -201,7 +215,7 @@ class Replica:
         steps = self.reducer.step if last == self.comm.rank else -1
         self.comm.all_gather(votes, torch.tensor([steps, self.comm.rank]), "the end of join").wait()
         source = int(votes[:, 0].argmax())
-        broadcast_in_place(self.comm, [*self._params, *self._buffers.tensors()], source, "the final parameters")
+        broadcast_in_place(self.comm, [*self._everything, *self._buffers.tensors()], source, "the final parameters")
 
 
 class _Joining:
@@ -307,9 +321,13 @@ def _parameters(module: nn.Module, ignore: Sequence[str]) -> list[tuple[str, nn.
             raise UsageError(f"parameter {name} has no shape yet (a lazy module). Run one batch through it before replicate().")
         if type(param.data) is not Tensor and type(param.data) is not nn.Parameter:
             raise UsageError(f"parameter {name} is a {type(param.data).__name__}; only plain tensors can be replicated.")
-        if param.is_floating_point() or param.is_complex():
-            found.append((name, param))
-    if not found:
+        if param in _claimed:
+            raise UsageError(
+                f"parameter {name} belongs to another replicated module already; it would be averaged twice. "
+                "Replicate the one module that contains both."
+            )
+        found.append((name, param))
+    if not any(param.is_floating_point() or param.is_complex() for _, param in found):
         raise UsageError(f"this {type(module).__name__} has no parameters to train. Pass the model itself, not a loss.")
     return found
 

@@ -17,11 +17,11 @@ from lockstep.errors import UsageError
 def require_same(
     comm: Comm, params: Sequence[tuple[str, Tensor]], buffers: Sequence[tuple[str, Tensor]], settings: Mapping[str, Any]
 ) -> None:
-    """Raise the same ``UsageError`` on every rank where names, shapes, dtypes or requires_grad differ."""
+    """Raise the same ``UsageError`` on every rank where names, shapes, strides, dtypes or requires_grad differ."""
     if comm.size == 1:
         return
     rows = [["setting", k, str(v)] for k, v in settings.items()] + [
-        [kind, name, f"shape {list(t.shape)}, {t.dtype}, {t.layout}, requires_grad={t.requires_grad}"]
+        [kind, name, f"shape {list(t.shape)}, strides {list(t.stride())}, {t.dtype}, requires_grad={t.requires_grad}"]
         for kind, tensors in (("parameter", params), ("buffer", buffers))
         for name, t in tensors
     ]

@@ -11,12 +11,15 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import socket
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import urlparse
 
 from lockstep.errors import UsageError
+
+COMMS = ("auto", "shm", "twolevel", "gloo", "nccl")
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,8 @@ class World:
     rendezvous: str = ""
     hosts_store: bool = False
     run_id: str = ""
+    machine: str = ""
+    """Names this worker's machine; workers with equal names share memory. Empty: ``machine_name()``."""
 
     def __post_init__(self) -> None:
         shown = f"rank {self.rank} of {self.size}, local rank {self.local_rank} of {self.local_size}"
@@ -70,6 +75,27 @@ class World:
         return World()
 
 
+def requested_comm(environ: Mapping[str, str] | None = None) -> str:
+    """What LOCKSTEP_COMM asks for: one of COMMS, "auto" where it is not set."""
+    asked = (os.environ if environ is None else environ).get("LOCKSTEP_COMM", "auto")
+    return require_comm(asked, "LOCKSTEP_COMM")
+
+
+def require_comm(name: str, whose: str) -> str:
+    if name not in COMMS:
+        raise UsageError(f"{whose}={name!r} is no way to carry gradients. Choose one of {', '.join(COMMS)}.")
+    return name
+
+
+def machine_name() -> str:
+    """Equal for two processes exactly if they can see each other: one kernel, and one process namespace."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as boot:
+            return f"{boot.read().strip()}/{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return socket.gethostname()
+
+
 def _from_lockstep(env: Mapping[str, str]) -> World | None:
     found = _ints(env, "LOCKSTEP_*", "LOCKSTEP_RANK", "LOCKSTEP_SIZE", local=("LOCKSTEP_LOCAL_RANK", "LOCKSTEP_LOCAL_SIZE"))
     if found is None:
@@ -86,7 +112,8 @@ def _from_lockstep(env: Mapping[str, str]) -> World | None:
                 "Set it to tcp://HOST:PORT or file:///PATH, the same for every worker."
             )
     run_id = env.get("LOCKSTEP_RUN_ID", "")
-    return World(rank, size, local_rank, local_size, "LOCKSTEP_*", store, hosts_store=rank == 0, run_id=run_id)
+    machine = env.get("LOCKSTEP_MACHINE", "")
+    return World(rank, size, local_rank, local_size, "LOCKSTEP_*", store, hosts_store=rank == 0, run_id=run_id, machine=machine)
 
 
 def _from_torchrun(env: Mapping[str, str]) -> World | None:

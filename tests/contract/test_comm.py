@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,16 +14,25 @@ import torch
 from lockstep.comm.base import Comm
 from lockstep.comm.choose import open_comm
 from lockstep.comm.exchange import Broadcast, broadcast_in_place, gather_bytes
+from lockstep.comm.flags import LockedCounters
 from lockstep.comm.loopback import loopback
+from lockstep.comm.shm import Shm
+from lockstep.comm.store import open_store
 from lockstep.errors import PeerError, UsageError
 from lockstep.world import World
 from tests.workers import run_workers
 
-KINDS = ["loopback", "gloo"]
+KINDS = ["loopback", "gloo", "shm", "shm with mutexes", "twolevel"]
 
 
-def in_process(rank: int, size: int, body: Callable[..., Any], timeout_s: float) -> Any:
-    comm = open_comm(torch.device("cpu"), world=World.detect(), timeout_s=timeout_s)
+def in_process(rank: int, size: int, kind: str, body: Callable[..., Any], timeout_s: float) -> Any:
+    if kind == "shm with mutexes":
+        comm: Comm = Shm(open_store(World.detect(), timeout_s), rank, size, timeout_s=timeout_s, counters=LockedCounters)
+    else:
+        # two machines of unequal numbers of workers, both played by this one
+        world = replace(World.detect(), machine="a" if rank <= size // 2 else "b") if kind == "twolevel" else World.detect()
+        comm = open_comm(torch.device("cpu"), world=world, timeout_s=timeout_s, kind=kind)
+    assert size == 1 or comm.name == kind.split()[0]
     try:
         return body(comm)
     finally:
@@ -31,7 +41,7 @@ def in_process(rank: int, size: int, body: Callable[..., Any], timeout_s: float)
 
 def over(kind: str, size: int, body: Callable[[Comm], Any], timeout_s: float = 20.0) -> list[Any]:
     if kind != "loopback":
-        return run_workers(in_process, size, body, timeout_s)
+        return run_workers(in_process, size, kind, body, timeout_s)
     results: list[Any] = [None] * size
     errors: list[BaseException] = []
 

@@ -3,8 +3,12 @@ against a plain copy of the model that processes all ranks' data in one process.
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import gc
 import io
+import os
+import threading
 from collections import namedtuple
 from dataclasses import dataclass
 from typing import Any
@@ -89,8 +93,8 @@ def test_a_difference_between_models_is_named_on_every_rank(how: str, words: lis
 
 def branch_on_some_ranks(rank: int, size: int) -> None:
     model = replicated(UnusedBranch())
-    for step in range(4):
-        users = {0: [1], 1: [0, 2], 2: [], 3: [0, 1, 2]}[step]  # another set of ranks each step, then none, then all
+    for step in range(5):
+        users = {0: [1], 1: [0, 2], 2: [], 3: [0, 1, 2], 4: [1]}[step]  # another set of ranks each step
 
         def backward(m: nn.Module, r: int, step: int = step, users: list[int] = users) -> None:
             x, y = mine(step, r, size)
@@ -122,7 +126,7 @@ class Routed(nn.Module):
 
 
 def route_by_rank(rank: int, size: int) -> None:
-    model = replicated(Routed())
+    model = lockstep.replicate(Routed(), bucket_mb=0.0005, timeout_s=20)  # a bucket per expert
     routes = [[[0, 1, 2], [2, 1, 0], [3]], [[3, 3], [], [0, 1, 2, 3]], [[1], [0], [1, 0]]]
     for step, by_rank in enumerate(routes):
 
@@ -314,6 +318,7 @@ def freeze_and_unfreeze(rank: int, size: int) -> None:
         model.zero_grad()
         backward(model, rank)
         require_grads(model, expected)
+    assert len(lockstep.replica_of(model).reducer.plan.params) == 10, "the unfrozen ones have a place in the plan now"
 
 
 def test_parameters_may_be_frozen_and_unfrozen_between_steps() -> None:
@@ -593,3 +598,276 @@ def test_a_lone_process_trains_as_before_and_may_repeat_a_backward_that_raised()
     for a, b in zip(grads_of(model).values(), grads_of(plain).values(), strict=True):
         assert torch.equal(a, b)
     assert build("mlp") is not None
+
+
+# -- found by breaking the engine on purpose: each of these failed with one line changed --------------
+
+
+def raise_before_any_gradient(rank: int, size: int) -> None:
+    model = replicated(MLP())
+    x, y = mine(0, rank, size)
+    expected = mean_grads(model, size, lambda m, r: loss_of(m, *mine(0, r, size)).backward())
+    out = model(x)
+    out.register_hook(lambda grad: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        nn.functional.cross_entropy(out, y).backward()
+    loss_of(model, x, y).backward()
+    require_grads(model, expected)
+
+
+def test_a_backward_that_raised_before_any_gradient_leaves_no_trace() -> None:
+    run_workers(raise_before_any_gradient, 2)
+
+
+def nothing_is_sent(rank: int, size: int) -> int:
+    model = replicated(MLP())
+    replica = lockstep.replica_of(model)
+    with replica.no_sync():
+        with replica.no_sync():
+            pass
+        loss_of(model, *mine(0, rank, size)).backward()
+    return replica.reducer.step
+
+
+def test_no_sync_sends_nothing_nested_or_not() -> None:
+    assert run_workers(nothing_is_sent, 2) == [0, 0]
+
+
+class SparseOrDense(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(12, 4, sparse=True)
+        self.body = nn.Linear(12, 4)
+
+    def forward(self, x: Tensor, dense: bool) -> Tensor:
+        return self.body(x) + (x @ self.words.weight if dense else self.words(x.abs().long() % 12).sum(1))
+
+
+def sparse_here_dense_there(rank: int, size: int) -> None:
+    model = replicated(SparseOrDense())
+
+    def backward(m: nn.Module, r: int) -> None:
+        x, y = mine(0, r, size)
+        nn.functional.cross_entropy(m(x, dense=r == 0), y).backward()
+
+    expected = mean_grads(model, size, backward)
+    backward(model, rank)
+    assert not model.words.weight.grad.is_sparse
+    require_grads(model, expected)
+
+
+def test_a_gradient_that_is_sparse_on_one_rank_and_dense_on_another() -> None:
+    run_workers(sparse_here_dense_there, 2)
+
+
+def hook_with_a_new_tensor(rank: int, size: int) -> None:
+    model = replicated(MLP())
+    replica = lockstep.replica_of(model)
+
+    def hook(state: Any, bucket: Any) -> Any:
+        mean = bucket.buffer().clone()
+        replica.comm.reduce(mean, "mean", "a hook's own reduction").wait()
+        future: Any = torch.futures.Future()
+        future.set_result(mean)
+        return future
+
+    replica.register_comm_hook(None, hook)
+    expected = mean_grads(model, size, lambda m, r: loss_of(m, *mine(0, r, size)).backward())
+    for _ in range(2):
+        model.zero_grad()
+        loss_of(model, *mine(0, rank, size)).backward()
+        require_grads(model, expected)
+
+
+def test_a_communication_hook_may_return_a_new_tensor() -> None:
+    run_workers(hook_with_a_new_tensor, 2)
+
+
+def buffers_stay_where_they_are(rank: int, size: int) -> bool:
+    model = replicated(nn.BatchNorm1d(3))
+    held = model.running_mean.data_ptr()
+    for _ in range(2):
+        model(torch.randn(4, 3)).sum().backward()
+    return model.running_mean.data_ptr() == held
+
+
+def test_buffers_keep_their_memory_when_no_graph_needs_it() -> None:
+    assert run_workers(buffers_stay_where_they_are, 2) == [True, True]
+
+
+# -- found by attacking it ---------------------------------------------------------------------
+
+
+class LayerDrop(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(12, 12)
+
+    def forward(self, x: Tensor, use: bool) -> Tensor:
+        return self.layer(x) if use else x * 1.0
+
+
+def drop_the_only_layer(rank: int, size: int) -> None:
+    model = replicated(LayerDrop())
+    outside = torch.ones(1, requires_grad=True)
+    for step in range(6):
+
+        def backward(m: nn.Module, r: int, step: int = step) -> None:
+            x, _ = mine(step, r, size)
+            m(x * outside * 10**step, use=(step + r) % size == 1).sum().backward()
+
+        expected = mean_grads(model, size, backward)
+        model.zero_grad()
+        backward(model, rank)
+        require_grads(model, expected)
+
+
+def test_a_rank_whose_output_uses_no_parameter_still_takes_part() -> None:
+    run_workers(drop_the_only_layer, 2)
+
+
+def refuse(rank: int, size: int, how: str) -> str:
+    model = nn.Sequential(nn.Linear(3, 2, bias=False), nn.Linear(2, 1))
+    if how == "strides":
+        if rank == 0:
+            model[0].weight = nn.Parameter(torch.randn(3, 2).t())
+        words = "strides [1, 2]"
+    elif how == "shared":
+        lockstep.replicate(model[0], timeout_s=20)
+        words = "parameter 0.weight belongs to another replicated module"
+    with pytest.raises(lockstep.UsageError) as caught:
+        lockstep.replicate(model, timeout_s=20)
+    return str(caught.value) if words in str(caught.value) else f"{words} not in: {caught.value}"
+
+
+@pytest.mark.parametrize("how", ["strides", "shared"])
+def test_what_would_be_averaged_wrongly_is_refused(how: str) -> None:
+    messages = run_workers(refuse, 2, how)
+    assert messages[0] == messages[1]
+    assert " not in: " not in messages[0]
+
+
+def raise_then_go_on(rank: int, size: int, comm: str) -> None:
+    model = lockstep.replicate(MLP(), timeout_s=20, comm=comm, bucket_mb=0.002)
+    x, y = mine(0, rank, size)
+    for _ in range(2):
+        loss_of(model, x, y).backward()
+        model.zero_grad()
+
+    def backward(m: nn.Module, r: int) -> None:
+        a, b = mine(0, r, size)
+        with contextlib.nullcontext() if m is not model else lockstep.replica_of(model).no_sync():
+            loss_of(m, a, b).backward()
+        handle = m.layers[4].weight.register_hook(lambda grad: 1 / 0)  # before any bucket has left
+        with pytest.raises(ZeroDivisionError):
+            loss_of(m, a, b).backward()
+        handle.remove()
+        loss_of(m, a * 2, b).backward()
+
+    expected = mean_grads(model, size, backward)
+    backward(model, rank)
+    require_grads(model, expected)
+
+
+@pytest.mark.parametrize("comm", ["gloo", "shm"])
+def test_a_backward_that_raised_before_a_bucket_left_may_be_repeated(comm: str) -> None:
+    run_workers(raise_then_go_on, 2, comm)
+
+
+def backward_in_a_hook(rank: int, size: int) -> None:
+    model = replicated(MLP())
+    for step in range(4):
+
+        def backward(m: nn.Module, r: int, step: int = step) -> None:
+            x, y = mine(step, r, size)
+            side = torch.ones(2, requires_grad=True)
+            out = m(x)
+
+            def hook(grad: Tensor, side: Tensor = side) -> None:
+                with torch.enable_grad():
+                    (side * 2).sum().backward()
+
+            out.register_hook(hook)
+            nn.functional.cross_entropy(out, y).backward()
+
+        expected = mean_grads(model, size, backward)
+        model.zero_grad()
+        backward(model, rank)
+        require_grads(model, expected)
+
+
+def test_another_backward_inside_a_hook() -> None:
+    run_workers(backward_in_a_hook, 2)
+
+
+def step_in_a_hook(rank: int, size: int) -> str:
+    model = replicated(MLP())
+
+    def take(param: Tensor) -> None:
+        param.grad = None
+
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(take)
+    with pytest.raises(lockstep.UsageError) as caught:
+        loss_of(model, *mine(0, rank, size)).backward()
+    return str(caught.value)
+
+
+def test_a_hook_that_takes_gradients_away_is_named() -> None:
+    for message in run_workers(step_in_a_hook, 2):
+        assert "layers." in message
+        assert "optimizer inside backward" in message
+
+
+def whole_numbers(rank: int, size: int) -> int:
+    model = MLP()
+    model.count = nn.Parameter(torch.tensor([rank + 7]), requires_grad=False)
+    replicated(model)
+    return int(model.count)
+
+
+def test_parameters_of_whole_numbers_start_as_rank_0s_too() -> None:
+    assert run_workers(whole_numbers, 2) == [7, 7]
+
+
+def growing_buffer(rank: int, size: int) -> str:
+    model = MLP()
+    model.register_buffer("seen", torch.zeros(3))
+    replicated(model)
+    model.seen = torch.zeros(3 + rank)
+    try:
+        loss_of(model, *mine(0, rank, size)).backward()
+    except lockstep.PeerError as error:
+        return str(error)
+    return "no error"
+
+
+def test_buffers_whose_sizes_come_to_differ_are_an_error() -> None:
+    for message in run_workers(growing_buffer, 2):
+        assert "the buffers after step 0" in message
+
+
+def forget_replicas(rank: int, size: int, comm: str) -> tuple[int, int]:
+    def resources() -> tuple[int, int]:
+        gc.collect()
+        return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+    for _ in range(3):
+        model = lockstep.replicate(MLP(), timeout_s=20, comm=comm)
+        loss_of(model, *mine(0, rank, size)).backward()
+        loss_of(model, *mine(0, rank, size)).backward()
+        if _ == 0:
+            lockstep.replica_of(model).close()
+        del model
+        before = resources()
+    for _ in range(5):
+        model = lockstep.replicate(MLP(), timeout_s=20, comm=comm)
+        loss_of(model, *mine(0, rank, size)).backward()
+        del model
+    after = resources()
+    return after[0] - before[0], after[1] - before[1]
+
+
+@pytest.mark.parametrize("comm", ["gloo", "shm"])
+def test_a_forgotten_replica_leaves_no_thread_and_no_descriptor(comm: str) -> None:
+    assert run_workers(forget_replicas, 2, comm) == [(0, 0), (0, 0)]

@@ -19,9 +19,9 @@ TIMEOUT_S = 1.0
 FAULT_STEP = 3
 
 
-def train(rank: int, size: int, fault: str, victim: int) -> dict[str, Any]:
+def train(rank: int, size: int, fault: str, victim: int, comm: str) -> dict[str, Any]:
     """Five steps; the victim misbehaves in step 3. Returns the others' PeerError and how long it took."""
-    model = lockstep.replicate(MLP(), bucket_mb=0.002, timeout_s=TIMEOUT_S)
+    model = lockstep.replicate(MLP(), bucket_mb=0.002, timeout_s=TIMEOUT_S, comm=comm)
     for step in range(5):
         x, y = batch(step, 12)
         x, y = part(x, rank, size), part(y, rank, size)
@@ -54,6 +54,10 @@ def misbehave(fault: str, model: nn.Module, x: torch.Tensor, y: torch.Tensor) ->
             loss_of(model, x, y).backward()
         handle.remove()
         loss_of(model, x, y).backward()  # a repetition would mix two steps
+    elif fault == "raise at the end of backward":  # after every parameter's gradient: the last bucket must not have left
+        x = x.requires_grad_(True) * 1
+        x.register_hook(lambda grad: 1 / 0)
+        loss_of(model, x, y).backward()
     elif fault == "kill in backward":
         model.layers[0].weight.register_hook(lambda grad: os.kill(os.getpid(), signal.SIGKILL))
         loss_of(model, x, y).backward()
@@ -70,13 +74,22 @@ def lonely_wait() -> None:
         time.sleep(0.05)
 
 
-FAULTS = ["kill", "stop", "no parameter", "raise in backward", "raise in backward, caught", "kill in backward", "does not call"]
+FAULTS = [
+    "kill",
+    "stop",
+    "no parameter",
+    "raise in backward",
+    "raise in backward, caught",
+    "raise at the end of backward",
+    "kill in backward",
+    "does not call",
+]
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize(("size", "victim"), [(2, 1), (4, 0), (4, 2)])
-def test_every_other_rank_gets_a_peer_error_that_names_rank_step_and_bucket(fault: str, size: int, victim: int) -> None:
-    fleet = Fleet(train, size, (fault, victim), {})
+@pytest.mark.parametrize(("size", "victim", "comm"), [(2, 1, "gloo"), (4, 0, "gloo"), (2, 1, "shm"), (4, 2, "shm")])
+def test_every_other_rank_gets_a_peer_error_that_names_rank_step_and_bucket(fault: str, size: int, victim: int, comm: str) -> None:
+    fleet = Fleet(train, size, (fault, victim, comm), {})
     if fault == "stop":
         others = [p for r, p in enumerate(fleet.pipes) if r != victim]
         assert all(p.poll(20) for p in others), "the others must not wait for a stopped rank"
@@ -96,6 +109,27 @@ def test_every_other_rank_gets_a_peer_error_that_names_rank_step_and_bucket(faul
             assert outcome.value["ranks"] == (victim,), message
     if fault == "raise in backward, caught":
         assert "cannot be repeated" in outcomes[victim].value["message"]
+
+
+def one_short_wait(rank: int, size: int, comm: str) -> float:
+    carrier = lockstep.replica_of(lockstep.replicate(MLP(), timeout_s=20, comm=comm)).comm
+    began = time.monotonic()
+    while rank == 1 and time.monotonic() - began < 3:
+        time.sleep(0.05)  # stands aside, but stays: its closing connections would end the waits too
+    if rank == 1:
+        return 0.0
+    with pytest.raises(lockstep.PeerError) as caught:
+        carrier.reduce(torch.zeros(3), "sum", "something").wait(0.3 if rank == 0 else None)
+    took_s = time.monotonic() - began
+    assert caught.value.ranks == (1,)
+    while time.monotonic() - began < 3:
+        time.sleep(0.05)
+    return took_s
+
+
+@pytest.mark.parametrize("comm", ["gloo", "shm"])
+def test_one_rank_that_gives_up_releases_all_others(comm: str) -> None:
+    assert max(run_workers(one_short_wait, 3, comm)) < 2.5
 
 
 def leave_early(rank: int, size: int) -> str:

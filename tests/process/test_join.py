@@ -30,8 +30,12 @@ def uneven(rank: int, size: int, over_all: bool, buffers: bool) -> tuple[bytes, 
             expected = mean_grads(model, size, backward, divisor=size if over_all else len(active))
             backward(model, rank)
             require_grads(model, expected)
+            if buffers:
+                assert int(model.body[1].num_batches_tracked) == step + 1, "the buffers of a rank that has data"
             opt.step()
             opt.zero_grad()
+        longest = digest(model)
+    assert rank != 1 or digest(model) == longest, "rank 1 trained longest: its state counts"
     return digest(model), replica.reducer.step
 
 
@@ -90,3 +94,22 @@ def disabled(rank: int, size: int) -> int:
 
 def test_a_disabled_join_does_nothing() -> None:
     assert run_workers(disabled, 2) == [1, 1]
+
+
+def unfreeze_while_shadowed(rank: int, size: int) -> bytes:
+    model = UnusedBranch()
+    model.used.layers[0].weight.requires_grad_(False)
+    lockstep.replicate(model, timeout_s=20)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    with lockstep.replica_of(model).join():
+        for step in range(2 if rank == 1 else 5):
+            if step == 3:
+                model.used.layers[0].weight.requires_grad_(True)
+            loss_of(model, *batch(step, 12)).backward()
+            opt.step()
+            opt.zero_grad()
+    return digest(model)
+
+
+def test_a_shadow_follows_when_the_others_unfreeze() -> None:
+    assert len(set(run_workers(unfreeze_while_shadowed, 2))) == 1

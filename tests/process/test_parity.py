@@ -29,8 +29,8 @@ def data(step: int, model: torch.nn.Module, name: str) -> tuple[torch.Tensor, to
     return (x if name == "mixed" else x.to(next(model.parameters()).dtype)), y
 
 
-def train_replica(rank: int, size: int, name: str, optimizer: str) -> tuple[list[bytes], dict[str, torch.Tensor]]:
-    model = lockstep.replicate(make(name, optimizer, seed=rank), bucket_mb=0.001, timeout_s=30)  # seeds differ: rank 0's win
+def train_replica(rank: int, size: int, name: str, optimizer: str, comm: str) -> tuple[list[bytes], dict[str, torch.Tensor]]:
+    model = lockstep.replicate(make(name, optimizer, seed=rank), bucket_mb=0.001, timeout_s=30, comm=comm)
     opt = OPTIMIZERS[optimizer](model.parameters())
     digests = []
     for step in range(STEPS):
@@ -63,9 +63,9 @@ def train_alone(name: str, optimizer: str, size: int) -> dict[str, torch.Tensor]
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("size", [2, 3])
-def test_ranks_equal_one_process(name: str, optimizer: str, size: int) -> None:
-    results = run_workers(train_replica, size, name, optimizer)
+@pytest.mark.parametrize(("size", "comm"), [(2, "gloo"), (3, "shm")])
+def test_ranks_equal_one_process(name: str, optimizer: str, size: int, comm: str) -> None:
+    results = run_workers(train_replica, size, name, optimizer, comm)
     for digests, _ in results[1:]:
         assert digests == results[0][0], "replicas must be identical after every step"
     alone = train_alone(name, optimizer, size)

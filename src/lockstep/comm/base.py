@@ -57,6 +57,9 @@ class Comm(Protocol):
     def barrier(self, what: str = "a barrier") -> None:
         """Return when every rank has called it."""
 
+    def progress(self) -> None:
+        """Let work in flight go on where that needs this thread. Called between gradients; never waits."""
+
     def abort(self, reason: str) -> None: ...
 
     def close(self) -> None: ...

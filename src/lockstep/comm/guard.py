@@ -21,7 +21,7 @@ class Guard:
         self.rank = rank
         self.error: PeerError | None = None
         self.closed = False
-        self._on_break = on_break
+        self._breaks = [on_break]
         own: dist.Store = store.clone()  # type: ignore[attr-defined]
         # its own connection: a store client serves one caller at a time, and the watch must never wait for the worker
         self.watch = Watch(dist.PrefixStore("watch", own), rank, size, self.fail)
@@ -50,7 +50,12 @@ class Guard:
         """End the comm with ``error`` (the first one counts). Any thread."""
         self.error = self.error or error
         self.watch.settle()
-        self._on_break()
+        for end_waits in self._breaks:
+            end_waits()
+
+    def also_break(self, end_waits: Callable[[], None]) -> None:
+        """Another part of this comm whose waits must end with it."""
+        self._breaks.append(end_waits)
 
     def close(self) -> None:
         self.closed = True

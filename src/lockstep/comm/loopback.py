@@ -168,6 +168,9 @@ class Loopback:
             raise error
         return _LoopbackPending(self.hub, self.hub.bring(index, kind, what, source, self.rank, pair), self.rank)
 
+    def progress(self) -> None:
+        return None
+
     def abort(self, reason: str) -> None:
         self.hub.break_with(PeerError(reason))
 

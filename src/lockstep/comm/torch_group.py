@@ -40,6 +40,10 @@ _SLICE_S = 0.5  # a wait looks up this often, so that Ctrl-C gets through
 _BACKSTOP = timedelta(days=7)  # our own waits time out and name the rank; gloo's timeout never should
 
 
+def options_for(op: Op) -> dist.AllreduceOptions:
+    return _OPTIONS[op]
+
+
 class TorchGroup:
     """gloo and NCCL process groups among ``size`` ranks that meet in ``store``.
 
@@ -64,8 +68,7 @@ class TorchGroup:
         store.set_timeout(timedelta(seconds=timeout_s))
         await_ranks(store, rank, size, timeout_s)
         self._connections = Connections()
-        with self._connections.captured():
-            self._gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, _BACKSTOP)
+        self._gloo = build_gloo(dist.PrefixStore("gloo", store), rank, size, self._connections)
         self._nccl: Any = None if cuda == "gloo" else cuda
         if isinstance(cuda, dist.ProcessGroup):
             self._nccl = cuda._get_backend(torch.device("cuda"))  # skips a dispatch per operation
@@ -78,10 +81,10 @@ class TorchGroup:
             self._nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, options)
             self._nccl.eager_connect_single_device(device)
         self.name = "gloo" if self._nccl is None else "nccl"
-        self._guard = Guard(store, rank, size, _breaker(self._connections, self._nccl))
+        self.guard = Guard(store, rank, size, _breaker(self._connections, self._nccl))
         if self._nccl is not None:
-            self._guard.watch.each_poll(_weakly(self._check_cuda))
-        self._finalizer = weakref.finalize(self, _shut, self._guard, self._connections, self._nccl if self._owns_nccl else None)
+            self.guard.watch.each_poll(_weakly(self._check_cuda))
+        self._finalizer = weakref.finalize(self, _shut, self.guard, self._connections, self._nccl if self._owns_nccl else None)
 
     def averages(self, device: torch.device) -> bool:
         return device.type == "cuda" and self._nccl is not None
@@ -90,30 +93,33 @@ class TorchGroup:
         return torch.zeros(numel, dtype=dtype, device=device)
 
     def reduce(self, tensor: Tensor, op: Op, what: str) -> Pending:
-        count = self._guard.enter(what)
+        count = self.guard.enter(what)
         wire = real(tensor)
         if op == "mean" and not self.averages(tensor.device):
             op = "sum"
             wire.mul_(1.0 / self.size)
-        return self._issue("allreduce", ([wire], _OPTIONS[op]), tensor, count, what)
+        return self._issue("allreduce", ([wire], options_for(op)), tensor, count, what)
 
     def broadcast(self, tensor: Tensor, source: int, what: str) -> Pending:
-        count = self._guard.enter(what)
+        count = self.guard.enter(what)
         options = dist.BroadcastOptions()
         options.rootRank = source
         return self._issue("broadcast", ([bits(tensor)], options), tensor, count, what)
 
     def all_gather(self, output: Tensor, tensor: Tensor, what: str) -> Pending:
-        count = self._guard.enter(what)
+        count = self.guard.enter(what)
         outputs = [bits(output[r]) for r in range(self.size)]
         return self._issue("allgather", ([outputs], [bits(tensor)]), tensor, count, what)
 
     def barrier(self, what: str = "a barrier") -> None:
         self.reduce(torch.zeros(1), "sum", what).wait()
 
+    def progress(self) -> None:
+        return None  # gloo and NCCL have threads of their own
+
     def abort(self, reason: str) -> None:
         """Break every pending wait of this rank, and through the closed connections everybody's."""
-        self._guard.fail(PeerError(reason))
+        self.guard.fail(PeerError(reason))
 
     def close(self) -> None:
         self._finalizer()
@@ -128,14 +134,14 @@ class TorchGroup:
         try:
             work = getattr(self._gloo, operation)(*arguments)
         except RuntimeError as error:  # the peer's connection was gone before we began
-            raise self._guard.explain(count, what, 0.0, first_line(error)) from error
+            raise self.guard.explain(count, what, 0.0, first_line(error)) from error
         return _GlooPending(self, work, count, what)
 
     def _check_cuda(self) -> None:
         """From the watch thread: CUDA waits never block the host, so nobody else would notice."""
         head = self._forget_finished()
         if head is not None and head.waited_s() > self.timeout_s:
-            self._guard.explain(head.count, head.what, head.waited_s())
+            self.guard.explain(head.count, head.what, head.waited_s())
 
     def _forget_finished(self) -> _CudaPending | None:
         with self._in_flight_lock:
@@ -160,9 +166,11 @@ class _GlooPending:
             except RuntimeError as error:
                 waited_s = time.monotonic() - started
                 if self._work.is_completed():
-                    raise self._comm._guard.explain(self._count, self._what, waited_s, first_line(error)) from error
+                    if self._work.exception() is None:
+                        return  # it ended just after its slice did
+                    raise self._comm.guard.explain(self._count, self._what, waited_s, first_line(error)) from error
                 if waited_s >= limit_s:
-                    raise self._comm._guard.explain(self._count, self._what, waited_s) from None
+                    raise self._comm.guard.explain(self._count, self._what, waited_s) from None
 
     def done(self) -> bool:
         return bool(self._work.is_completed())
@@ -175,8 +183,8 @@ class _CudaPending:
 
     def wait(self, timeout_s: float | None = None) -> None:
         """The current stream waits; the host goes on. The watch thread holds the clock."""
-        if self._comm._guard.error is not None:
-            raise self._comm._guard.again()
+        if self._comm.guard.error is not None:
+            raise self._comm.guard.again()
         self._work.wait()
         self._since = time.monotonic()
 
@@ -185,6 +193,12 @@ class _CudaPending:
 
     def done(self) -> bool:
         return bool(self._work.is_completed())
+
+
+def build_gloo(store: dist.Store, rank: int, size: int, connections: Connections) -> Any:
+    """A gloo group whose sockets ``connections`` can cut."""
+    with connections.captured():
+        return dist.ProcessGroupGloo(store, rank, size, _BACKSTOP)
 
 
 def first_line(error: BaseException) -> str:

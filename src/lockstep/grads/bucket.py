@@ -65,16 +65,25 @@ class Bucket:
         A parameter without a gradient, a frozen one, and with ``skip`` every one sends zeros and
         keeps what it has. Returns the parameter numbers of those.
         """
+        if self._waiting:
+            self._copy(scale)
         absent = self._close_unready(skip) if self.missing else []
         if self._waiting:
             self._copy(scale)
         return absent
 
+    def take_back(self, scale: float | None) -> None:
+        """The backward raised and nothing left: gradients in the buffer become local ones again."""
+        if scale is not None:
+            for slot, view in enumerate(self.views):
+                if self._inside[slot]:
+                    view.div_(scale)
+        self.reset()
+
     def _close_unready(self, skip: bool) -> list[int]:
         absent = []
-        offered = set(self._waiting)
         for slot, (param, view) in enumerate(zip(self.params, self.views, strict=True)):
-            if self._inside[slot] or slot in offered:
+            if self._inside[slot]:
                 continue
             if param.grad is None or not param.requires_grad or skip:
                 absent.append(self.spec.slots[slot].param)
@@ -91,7 +100,9 @@ class Bucket:
         for slot in self._waiting:
             param, view = self.params[slot], self.views[slot]
             grad = param.grad
-            assert grad is not None
+            if grad is None:
+                self.missing += 1  # somebody took it: ``close`` reports it as absent
+                continue
             self._inside[slot] = True
             if grad is view:
                 in_place.append(view)

@@ -64,7 +64,10 @@ class HookPending:
                 )
             time.sleep(pause_s)
             pause_s = min(0.001, pause_s + 0.00002)
-        result: Any = self._future.wait()
+        try:
+            result: Any = self._future.wait()
+        except RuntimeError as error:
+            raise PeerError(f"the communication hook failed in {self._what}: {str(error).splitlines()[0][:160]}") from error
         if isinstance(result, (list, tuple)):
             (result,) = result
         if not isinstance(result, Tensor) or result.numel() != self._bucket.flat.numel():

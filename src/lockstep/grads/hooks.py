@@ -23,6 +23,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -31,6 +32,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 _NESTED = BackwardCFunction.apply.__code__
+_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 _current_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
@@ -59,6 +61,8 @@ class GradHooks:
         self._task = -1
         self._owner: int | None = None
         self._began = False
+        self._reached: Any = None  # the graph node of an output that this backward passed
+        self._ids = {id(param) for param in params}
         self._noted: list[int] = []
         self._everyone = b"\1" * len(params)
         self._wanted = self._everyone
@@ -66,13 +70,16 @@ class GradHooks:
         self._handles = [self._register(param, i) for i, param in enumerate(params)]
 
     def _register(self, param: Tensor, index: int) -> Any:
-        looks, note, look = self._looks, self._noted.append, self._look
+        # Autograd owns this function where the garbage collector does not look: it must not own us in turn.
+        looks, note, me = self._looks, self._noted.append, weakref.ref(self)
 
         def fired(_: Tensor) -> None:
-            if looks[index]:
-                look(index)
-            else:
+            if not looks[index]:
                 note(index)
+                return
+            hooks = me()
+            if hooks is not None:
+                hooks._look(index)
 
         # A frozen parameter cannot be hooked, but keeps its hook when frozen later.
         frozen = not param.requires_grad
@@ -104,6 +111,8 @@ class GradHooks:
             with self._lock:
                 if _current_task() != self._task:
                     self._enter(_current_task())
+                if not self._began and self._reached is None:
+                    self._reached = torch._C._current_autograd_node()
 
     def _look(self, index: int) -> None:
         if not self.enabled:
@@ -136,27 +145,49 @@ class GradHooks:
         torch.autograd.Variable._execution_engine.queue_callback(lambda: self._ended(task))  # type: ignore[no-untyped-call]
 
     def _disown(self) -> None:
-        self._owner, self._task, self._began = None, -1, False
+        self._owner, self._task, self._began, self._reached = None, -1, False, None
         self._looks[:] = self._everyone
 
     def _ended(self, task: int) -> None:
         with self._lock:
             if task != self._owner:
                 return
-            began = self._began
-            if began:  # torch.autograd.grad passes outputs, but accumulates nothing
-                self._hand_over()
+            if not self._began:
+                # Outputs were passed, but no parameter got a gradient. Either this is torch.autograd.grad, which
+                # accumulates nothing and is not a backward; or the output uses no parameter on this rank, and
+                # the others wait for us.
+                if self._reached is None or _reaches(self._reached, self._ids):
+                    self._disown()
+                    return
+                self._on_begin()
+            self._hand_over()
             self._disown()
-            if began:
-                self._on_end()
+            self._on_end()
 
 
 def _is_nested() -> bool:
+    """Whether this backward runs inside another: started by a Python autograd function, or by somebody's hook."""
     frame = sys._getframe(2)
+    backwards = 0
     while frame is not None:
-        if frame.f_code is _NESTED:
+        backwards += frame.f_code is _BACKWARD
+        if frame.f_code is _NESTED or backwards == 2:
             return True
         frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+def _reaches(node: Any, params: set[int]) -> bool:
+    """Whether one of ``params`` (by id) lies in the graph below ``node``."""
+    seen, stack = set(), [node]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if id(getattr(node, "variable", None)) in params:
+            return True
+        stack += [below for below, _ in node.next_functions]
     return False
 
 

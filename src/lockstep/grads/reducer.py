@@ -58,6 +58,8 @@ class Share:
     active: bool = True
     source: int = 0
     """The rank whose word counts where one must decide (buffers, bucket order): the first with data."""
+    unfrozen: bool | None = None
+    """Whether some rank unfroze parameters since the plan was made; None: as this rank sees it."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,9 @@ class Reducer:
                 f"rank {self._comm.rank}'s backward of step {self.step} raised after {self._launched} of {len(self._buckets)} "
                 "buckets had left, and cannot be repeated: the others hold half of it. Restart from a checkpoint."
             )
+        elif self._state is State.OPEN:
+            for bucket, way in zip(self._buckets, self._ways, strict=True):
+                bucket.take_back(way.scale)
         if self._next_order is not None:
             self._build(self._next_order)
         self._reset()
@@ -147,12 +152,19 @@ class Reducer:
                 bucket.copy(way.scale)
             while self._launched < len(buckets) - 1 and buckets[self._launched].missing == 0:
                 self._launch()
+        self._comm.progress()
 
     def _too_late(self, index: int) -> UsageError:
         return UsageError(
             f"parameter {self._names[index]} received its gradient number {self._fires[index]} of step {self.step} after its "
             f"bucket had been filled: so far it had {self._usual_fires[index]} per backward. The number of reentrant checkpoints "
             "that share it grew during training: pass use_reentrant=False to torch.utils.checkpoint."
+        )
+
+    def _vanished(self, index: int) -> UsageError:
+        return UsageError(
+            f"parameter {self._names[index]} received a gradient in step {self.step}, which was gone before it could be averaged: "
+            "a hook of yours takes it (an optimizer inside backward?). Use gradients only after backward() has returned."
         )
 
     def launch_rest(self) -> None:
@@ -189,7 +201,11 @@ class Reducer:
         is_last = self._launched == len(self._buckets) - 1
         what = f"bucket {bucket.index} of step {self.step}"
         way = self._ways[self._launched]
-        self._absent += bucket.close(way.scale, skip=not self._share.active)
+        absent = bucket.close(way.scale, skip=not self._share.active)
+        for index in absent:
+            if self._fires[index] and self._share.active and self._params[index].requires_grad:
+                raise self._vanished(index)
+        self._absent += absent
         if is_last:
             bucket.mark_present([self._position[i] for i in self._absent])
         if self._hook is not None:
@@ -235,7 +251,7 @@ class Reducer:
         All ranks must unfreeze them before the same backward; the agreement is another kind of
         collective than a bucket's, so a rank that does not take part is found, never mixed up.
         """
-        if not any(self._params[i].requires_grad for i in self._unplanned):
+        if not (self.has_unfrozen() if self._share.unfrozen is None else self._share.unfrozen):
             return
         mine = [0 if not p.requires_grad else 1 if p.grad is None else 2 for p in (self._params[i] for i in self._unplanned)]
         everyone = torch.zeros(self._comm.size, len(mine), dtype=torch.int64)
@@ -251,6 +267,10 @@ class Reducer:
             if self._share.active:
                 param.grad = mean
         self._next_order = [*self.plan.params, *(i for i, value in most.items() if value)]
+
+    def has_unfrozen(self) -> bool:
+        """Whether a parameter outside the plan wants gradients now."""
+        return any(self._params[i].requires_grad for i in self._unplanned)
 
     def _learn(self) -> None:
         """Remember how often gradients fire; once, adopt the order in which they became ready."""

@@ -1,0 +1,485 @@
+"""A Comm for workers of one machine: their buckets lie in memory that all of them map.
+
+A bucket of N workers is one segment with a counter line per worker and phase, and every worker's
+copy of the buffer:
+
+    | deposited 0..N-1 | reduced 0..N-1 | buffer of rank 0 | buffer of rank 1 | ...
+                                          [s0|s1|s2|...]     [s0|s1|s2|...]
+
+Depositing a gradient into one's own buffer is the only copy in. When all have deposited, rank r
+adds slice r of all buffers (in rank order, so the sum never depends on timing) and writes it back
+to all of them, in blocks that fit the cache. Per worker that reads and writes the bucket once. A
+rank touches another's buffer only between that one's "deposited" and its own "reduced", so the
+next deposit needs no further barrier.
+
+Nothing blocks in a hook: an operation is a generator that gives up where it would wait, and every
+later call into the comm lets all of them go on. Tensors that do not lie in a shared bucket travel
+through a *channel*, a segment with a slot per worker, chunk by chunk.
+
+Death is seen from the process descriptors of the others within milliseconds; who stands still is
+found by timeout (comm/watch.py). A generation's segments are its own: a worker that wakes up after
+the others left has nothing of theirs mapped.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+import warnings
+import weakref
+import zlib
+from collections import deque
+from collections.abc import Callable, Generator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.comm.base import Op, Pending, bits, real
+from lockstep.comm.flags import LINE_BYTES, PlainCounters, counters_for
+from lockstep.comm.guard import Guard
+from lockstep.comm.segment import Segment, SegmentError
+from lockstep.comm.store import await_ranks
+from lockstep.errors import PeerError
+
+Steps = Generator[None, None, None]
+
+SLOT_BYTES = 1 << 20
+BLOCK_BYTES = 1 << 19
+_PAGE = 4096
+
+
+class Room:
+    """One shared bucket: every rank's buffer, seen from this one."""
+
+    def __init__(
+        self, segment: Segment, rank: int, size: int, numel: int, dtype: torch.dtype, counters: type[PlainCounters]
+    ) -> None:
+        head = counters.nbytes(size)
+        first = rank == 0
+        self.deposited = counters(segment.memory, 0, size, first)
+        self.reduced = counters(segment.memory, head, size, first)
+        self.epoch = 0
+        self.rank, self.dtype = rank, dtype
+        start, stride = self.layout(size, numel, dtype, counters)
+        self.buffers = [torch.frombuffer(segment.memory, dtype=dtype, count=numel, offset=start + r * stride) for r in range(size)]
+        self.blocks = self.cut(*slice_of(rank, size, numel, dtype.itemsize))
+
+    def cut(self, low: int, high: int) -> list[list[Tensor]]:
+        """Elements low to high of all buffers, in blocks that fit the cache: for each block every rank's view."""
+        step = max(1, BLOCK_BYTES // self.dtype.itemsize)
+        return [[b[at : min(at + step, high)] for b in self.buffers] for at in range(low, high, step)]
+
+    def deposit(self) -> int:
+        """My buffer is filled: others may read it, and write my result into it. Returns this use's number."""
+        self.epoch += 1
+        self.deposited.publish(self.rank, self.epoch)
+        return self.epoch
+
+    @staticmethod
+    def layout(size: int, numel: int, dtype: torch.dtype, counters: type[PlainCounters]) -> tuple[int, int]:
+        """(offset of rank 0's buffer, distance between buffers), in bytes."""
+        return _round(2 * counters.nbytes(size), _PAGE), _round(max(1, numel * dtype.itemsize), _PAGE)
+
+    @staticmethod
+    def nbytes(size: int, numel: int, dtype: torch.dtype, counters: type[PlainCounters]) -> int:
+        start, stride = Room.layout(size, numel, dtype, counters)
+        return start + size * stride
+
+
+class Shm:
+    """Workers that share this machine's memory. All ranks must construct it; see ``TorchGroup`` for the arguments.
+
+    Raises ``SegmentError`` on every rank alike where they cannot share memory, or where buckets of
+    ``need_bytes`` per rank would not fit. ``guard``: the health of a larger comm this one is part of.
+    """
+
+    name = "shm"
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        *,
+        timeout_s: float = 600.0,
+        need_bytes: int = 0,
+        counters: type[PlainCounters] | None = None,
+        guard: Guard | None = None,
+    ) -> None:
+        self.rank, self.size, self.timeout_s = rank, size, timeout_s
+        self._counters = counters or counters_for()
+        self._rooms: dict[int, Room] = {}
+        self._running: list[_Running] = []
+        self._queue: deque[_Running] = deque()  # operations that use the channel: one at a time, in order
+        self._crowded = size > len(os.sched_getaffinity(0))
+        self._warned = False
+        await_ranks(store, rank, size, timeout_s)
+        self._open_channel(store)
+        self._peers = _Peers(store, rank, size)
+        aborted = self._aborted  # the guard's thread must not keep this comm alive
+        self.flag_abort: Callable[[], None] = lambda: aborted.publish(rank, 1)
+        self._guard = guard or Guard(store, rank, size, self.flag_abort)
+        self._finalizer = weakref.finalize(self, _shut, self._guard, self._peers)
+        if need_bytes and size > 1:
+            try:
+                self._new_segment(size * need_bytes)  # found out now, not in mid-training; given back at once
+            except SegmentError:
+                self.close()
+                raise
+
+    # -- the channel -------------------------------------------------------------------------
+
+    def _open_channel(self, store: dist.Store) -> None:
+        head = self._counters.nbytes(self.size)
+        start = _round(3 * head + 8 * self.size, _PAGE)
+        segment = _share(store, self.rank, self.size, start + self.size * SLOT_BYTES)
+        first = self.rank == 0
+        self._written, self._read, self._aborted = (self._counters(segment.memory, k * head, self.size, first) for k in range(3))
+        self._slots = [
+            torch.frombuffer(segment.memory, dtype=torch.uint8, count=SLOT_BYTES, offset=start + r * SLOT_BYTES)
+            for r in range(self.size)
+        ]
+        self._tags = memoryview(segment.memory).cast("q")[3 * head // 8 : 3 * head // 8 + self.size]
+        self._chunk = 0
+        if first:
+            store.set("channel/ready", "1")  # the counters are initialised
+        store.wait(["channel/ready"])
+
+    def _exchange(self, kind: str, nbytes: int, write: Callable[[int, Tensor], None], read: Callable[[int, int], None]) -> Steps:
+        """Chunk by chunk: ``write(offset, slot)`` fills my slot, then ``read(offset, length)`` may look at all of them."""
+        tag = zlib.crc32(kind.encode()) << 24 ^ nbytes
+        for offset in range(0, max(1, nbytes), SLOT_BYTES):
+            self._chunk += 1
+            chunk = self._chunk
+            while not self._read.reached(chunk - 1):
+                yield
+            length = min(SLOT_BYTES, nbytes - offset)
+            write(offset, self._slots[self.rank][:length])
+            self._tags[self.rank] = tag
+            self._written.publish(self.rank, chunk)
+            while not self._written.reached(chunk):
+                yield
+            if any(other != tag for other in self._tags.tolist()):
+                raise RuntimeError("ranks are at different operations, or at tensors of different sizes")
+            read(offset, length)
+            self._read.publish(self.rank, chunk)
+
+    # -- the protocol ------------------------------------------------------------------------
+
+    def averages(self, device: torch.device) -> bool:
+        return True
+
+    def buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Collective: every rank maps every rank's buffer. Private memory (and the channel) where there is no room."""
+        if device.type != "cpu" or numel == 0:
+            return torch.zeros(numel, dtype=dtype, device=device)
+        nbytes = Room.nbytes(self.size, numel, dtype, self._counters)
+        try:
+            segment = self._new_segment(nbytes)
+        except SegmentError as error:
+            if not self._warned and self.rank == 0:
+                self._warned = True
+                warnings.warn(
+                    f"a bucket does not fit into shared memory ({error.reason}); it travels in pieces, slower.", stacklevel=2
+                )
+            return torch.zeros(numel, dtype=dtype)
+        room = Room(segment, self.rank, self.size, numel, dtype, self._counters)
+        self.barrier("a shared bucket's counters")
+        tensor = room.buffers[self.rank].view(-1)  # another object, whose end is the room's end
+        self._rooms[tensor.data_ptr()] = room
+        weakref.finalize(tensor, self._rooms.pop, tensor.data_ptr(), None)
+        return tensor
+
+    def reduce(self, tensor: Tensor, op: Op, what: str) -> Pending:
+        count = self._guard.enter(what)
+        room = self.room_of(tensor)
+        if room is None:
+            return self._enqueue(self._reduce_foreign(tensor, op), count, what)
+        return self.start(self._reduce_room(room, op), count, what)
+
+    def room_of(self, tensor: Tensor) -> Room | None:
+        """The shared bucket that this tensor is, or None."""
+        room = self._rooms.get(tensor.data_ptr()) if not tensor.is_cuda else None
+        return room if room is not None and tensor.numel() == room.buffers[self.rank].numel() else None
+
+    def start(self, steps: Steps, count: int, what: str) -> Pending:
+        """Run ``steps`` as far as they go; the rest happens in later calls."""
+        running = _Running(self, steps, count, what)
+        self._running.append(running)
+        self.progress()
+        return running
+
+    def broadcast(self, tensor: Tensor, source: int, what: str) -> Pending:
+        count = self._guard.enter(what)
+        data = bits(tensor)
+
+        def write(offset: int, slot: Tensor) -> None:
+            if self.rank == source:
+                slot.copy_(data[offset : offset + slot.numel()])
+
+        def read(offset: int, length: int) -> None:
+            if self.rank != source:
+                data[offset : offset + length].copy_(self._slots[source][:length])
+
+        return self._enqueue(self._exchange(f"broadcast from {source}", data.numel(), write, read), count, what)
+
+    def all_gather(self, output: Tensor, tensor: Tensor, what: str) -> Pending:
+        count = self._guard.enter(what)
+        data = bits(tensor)
+        outputs = [bits(output[r]) for r in range(self.size)]
+
+        def read(offset: int, length: int) -> None:
+            for out, slot in zip(outputs, self._slots, strict=True):
+                out[offset : offset + length].copy_(slot[:length])
+
+        return self._enqueue(self._exchange("gather", data.numel(), lambda at, slot: _fill(slot, data, at), read), count, what)
+
+    def barrier(self, what: str = "a barrier") -> None:
+        count = self._guard.enter(what)
+        self._enqueue(self._exchange("barrier", 0, lambda at, slot: None, lambda at, length: None), count, what).wait()
+
+    def progress(self) -> None:
+        """Let everything in flight go on as far as it can without waiting."""
+        if self._running:
+            self._running = [running for running in self._running if not running.go_on()]
+        while self._queue and self._queue[0].go_on():
+            self._queue.popleft()
+
+    def abort(self, reason: str) -> None:
+        self._guard.fail(PeerError(reason))
+
+    def close(self) -> None:
+        self._finalizer()
+
+    # -- operations --------------------------------------------------------------------------
+
+    def _reduce_room(self, room: Room, op: Op) -> Steps:
+        epoch = room.deposit()
+        while not room.deposited.reached(epoch):
+            yield
+        scale = 1.0 / self.size if op == "mean" and self.size > 1 else None
+        for block in room.blocks:
+            combine(block, op, scale)
+        room.reduced.publish(self.rank, epoch)
+        while not room.reduced.reached(epoch):
+            yield
+
+    def _reduce_foreign(self, tensor: Tensor, op: Op) -> Steps:
+        """Any tensor: everybody reads everybody's chunk and adds them in rank order."""
+        wire = real(tensor).reshape(-1)
+        data = bits(wire)
+        scale = 1.0 / self.size if op == "mean" else None
+
+        def read(offset: int, length: int) -> None:
+            parts = [slot[:length].view(wire.dtype) for slot in self._slots]
+            at = offset // wire.element_size()
+            _sum_into(wire[at : at + parts[0].numel()], parts, op, scale)
+
+        return self._exchange(f"{op} of {wire.dtype}", data.numel(), lambda at, slot: _fill(slot, data, at), read)
+
+    def _enqueue(self, steps: Steps, count: int, what: str) -> _Running:
+        running = _Running(self, steps, count, what)
+        self._queue.append(running)
+        self.progress()
+        return running
+
+    def _new_segment(self, nbytes: int) -> Segment:
+        """Rank 0 makes it, the others open it, all tell each other whether they could."""
+        segment, reason = None, ""
+        if self.rank == 0:
+            try:
+                segment = Segment.create(nbytes)
+            except SegmentError as error:
+                reason = error.reason
+        address = self._tell(0, segment.address if segment is not None else "", "a segment's address")
+        if self.rank != 0 and address:
+            try:
+                segment = Segment.open(address, nbytes)
+            except SegmentError as error:
+                reason = error.reason
+        answers = torch.zeros(self.size, 1, dtype=torch.int64)
+        self.all_gather(answers, torch.tensor([int(segment is not None)]), "who has the segment").wait()
+        if segment is None or not bool(answers.all()):
+            raise SegmentError(reason or "another worker could not map it")
+        segment.seal()
+        return segment
+
+    def _tell(self, source: int, text: str, what: str) -> str:
+        data = torch.zeros(256, dtype=torch.uint8)
+        data[: len(text)] = torch.tensor(list(text.encode()), dtype=torch.uint8)
+        self.broadcast(data, source, what).wait()
+        return bytes(data.tolist()).rstrip(b"\0").decode()
+
+    # -- waiting -----------------------------------------------------------------------------
+
+    def await_(self, running: _Running, timeout_s: float | None) -> None:
+        """Spin a little, then let others have the core, then sleep; look for aborts, deaths and the clock."""
+        limit_s = self.timeout_s if timeout_s is None else timeout_s
+        began = time.monotonic()
+        looks, looked_at = 0, began
+        while not running.done():
+            self.progress()
+            if running.done():
+                return
+            looks += 1
+            if looks > (0 if self._crowded else 64):
+                os.sched_yield()
+            if looks < 256:
+                continue
+            now = time.monotonic()
+            if now - began > 0.002:
+                time.sleep(min(0.0005, (now - began) / 20))
+            if self._guard.error is not None:
+                raise self._guard.again()
+            if now - looked_at > 0.005:
+                looked_at = now
+                self._look_around(running, now - began, limit_s)
+
+    def explain(self, running: _Running, error: RuntimeError) -> PeerError:
+        return self._guard.explain(running.count, running.what, 0.0, str(error).splitlines()[0][:160])
+
+    def _look_around(self, running: _Running, waited_s: float, limit_s: float) -> None:
+        if max(self._aborted.read()):
+            raise self._guard.explain(running.count, running.what, waited_s, "another worker aborted")
+        dead = self._peers.dead()
+        if dead:
+            raise self._guard.explain(
+                running.count, running.what, waited_s, f"process of rank {', '.join(map(str, dead))} has ended"
+            )
+        if waited_s > limit_s:
+            raise self._guard.explain(running.count, running.what, waited_s)
+
+
+class _Running:
+    """An operation in flight: a generator that yields where it would wait."""
+
+    __slots__ = ("_comm", "_done", "_error", "_steps", "count", "what")
+
+    def __init__(self, comm: Shm, steps: Steps, count: int, what: str) -> None:
+        self._comm, self._steps, self.count, self.what = comm, steps, count, what
+        self._done = False
+        self._error: RuntimeError | None = None
+
+    def go_on(self) -> bool:
+        """Run until it waits or ends; whether it has ended."""
+        if not self._done:
+            try:
+                next(self._steps)
+            except StopIteration:
+                self._done = True
+            except RuntimeError as error:  # raised for the one who waits, not for whoever called in
+                self._error, self._done = error, True
+                self._comm.explain(self, error)
+        return self._done
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        if not self._done:
+            self._comm.await_(self, timeout_s)
+        if self._error is not None:
+            raise self._comm.explain(self, self._error) from self._error
+
+    def done(self) -> bool:
+        return self._done
+
+
+class _Peers:
+    """The other workers' processes, as descriptors that become readable when they end."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
+        self._poll = select.poll()
+        self._ranks: dict[int, int] = {}
+        for other in range(size):
+            if other != rank and hasattr(os, "pidfd_open"):
+                try:
+                    fd = os.pidfd_open(int(store.get(f"here/{other}")))
+                except OSError:
+                    continue  # an old kernel: the timeout finds it
+                self._poll.register(fd, select.POLLIN)
+                self._ranks[fd] = other
+
+    def dead(self) -> list[int]:
+        return sorted(self._ranks[fd] for fd, _ in self._poll.poll(0)) if self._ranks else []
+
+    def close(self) -> None:
+        for fd in self._ranks:
+            os.close(fd)
+        self._ranks = {}
+
+
+def _share(store: dist.Store, rank: int, size: int, nbytes: int) -> Segment:
+    """The first segment, through the store. Every rank raises the same ``SegmentError`` if one cannot map it."""
+    segment, answer = None, "ok"
+    try:
+        if rank == 0:
+            segment = Segment.create(nbytes)
+            store.set("channel/address", segment.address)
+        else:
+            address = store.get("channel/address").decode()
+            if not address:
+                raise SegmentError("rank 0 could not make it")
+            segment = Segment.open(address, nbytes)
+    except SegmentError as error:
+        answer = error.reason
+        if rank == 0:
+            store.set("channel/address", "")
+    store.set(f"channel/answer/{rank}", answer)
+    answers = [store.get(f"channel/answer/{r}").decode() for r in range(size)]
+    refused = [a for a in answers if a != "ok"]
+    if refused or segment is None:
+        raise SegmentError(refused[0])
+    segment.seal()
+    return segment
+
+
+def combine(block: list[Tensor], op: Op, scale: float | None) -> None:
+    """The same block of every rank's buffer becomes the sum (mean, maximum) of all."""
+    if len(block) == 1:
+        return
+    first = block[0]
+    if first.dtype in (torch.float16, torch.bfloat16) and op != "max":
+        total = first.float()
+        for other in block[1:]:
+            total += other
+        if scale is not None:
+            total *= scale
+        first.copy_(total)
+    else:
+        for other in block[1:]:
+            torch.maximum(first, other, out=first) if op == "max" else first.add_(other)
+        if scale is not None:
+            first.mul_(scale)
+    for other in block[1:]:
+        other.copy_(first)
+
+
+def _sum_into(target: Tensor, parts: list[Tensor], op: Op, scale: float | None) -> None:
+    """``target`` becomes the sum of ``parts``, which stay as they are."""
+    wide = op != "max" and target.dtype in (torch.float16, torch.bfloat16)
+    total = parts[0].float() if wide else parts[0].clone()
+    for part in parts[1:]:
+        total = torch.maximum(total, part) if op == "max" else total.add_(part)
+    if scale is not None:
+        total.mul_(scale)
+    target.copy_(total)
+
+
+def _fill(slot: Tensor, data: Tensor, at: int) -> None:
+    slot.copy_(data[at : at + slot.numel()])
+
+
+def slice_of(rank: int, size: int, numel: int, itemsize: int) -> tuple[int, int]:
+    """Rank's part of a bucket: equal parts, cut at cache lines, so that no line has two owners."""
+    line = max(1, LINE_BYTES // itemsize)
+    lines = -(-numel // line)
+    return min(numel, lines * rank // size * line), min(numel, lines * (rank + 1) // size * line)
+
+
+def _round(value: int, to: int) -> int:
+    return -(-value // to) * to
+
+
+def _shut(guard: Guard, peers: _Peers) -> None:
+    guard.close()
+    peers.close()

@@ -1,0 +1,148 @@
+"""A Comm for several machines with several workers each: shared memory inside, gloo between.
+
+A bucket is cut into S slices, S being the largest number of workers on a machine. On each machine
+slice s is carried by local worker s mod n: it adds the slice over its machine's workers in shared
+memory, reduces the sum with its counterparts on the other machines over gloo, and writes the
+result back to its machine's workers:
+
+    machine A (3 workers)    slices  0 1 2            group 0: A0 B0
+    machine B (2 workers)    carried by B0 B1 B0      group 1: A1 B1      group 2: A2 B0
+
+Between M machines each one sends 2(M-1)/M of the bucket, however many workers it has, and all of
+them share the sending. Whatever is not a shared bucket goes over one gloo group of all workers.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.comm.base import Op, Pending
+from lockstep.comm.shm import Room, Shm, Steps, combine, slice_of
+from lockstep.comm.sockets import Connections
+from lockstep.comm.torch_group import TorchGroup, build_gloo, options_for
+from lockstep.errors import PeerError
+
+
+class TwoLevel:
+    """All ranks must construct it. ``machines[r]`` names rank r's machine, the same list everywhere."""
+
+    name = "twolevel"
+
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, machines: list[str], *, timeout_s: float = 600.0, need_bytes: int = 0
+    ) -> None:
+        self.rank, self.size, self.timeout_s = rank, size, timeout_s
+        self._all = TorchGroup(dist.PrefixStore("all", store), rank, size, timeout_s=timeout_s)
+        homes = {name: [r for r in range(size) if machines[r] == name] for name in dict.fromkeys(machines)}
+        mine = homes[machines[rank]]
+        self._place = mine.index(rank)
+        number = list(homes).index(machines[rank])
+        self._local = Shm(
+            dist.PrefixStore(f"machine/{number}", store),
+            self._place,
+            len(mine),
+            timeout_s=timeout_s,
+            need_bytes=need_bytes,
+            guard=self._all.guard,
+        )
+        self._slices = max(len(ranks) for ranks in homes.values())
+        self._connections = Connections()
+        self._carried: dict[int, Any] = {}
+        for s in range(self._slices):
+            members = [ranks[s % len(ranks)] for ranks in homes.values()]
+            if rank in members:
+                self._carried[s] = build_gloo(
+                    dist.PrefixStore(f"slice/{s}", store), members.index(rank), len(members), self._connections
+                )
+        self._all.guard.also_break(self._connections.cut)
+        self._all.guard.also_break(self._local.flag_abort)
+        self._issued = self._turn = 0
+        self.bytes_between = 0
+        """Gradient bytes this worker has handed to gloo for other machines; times 2(M-1)/M is what it sent."""
+        self._finalizer = weakref.finalize(self, _shut, self._all, self._local, self._connections)
+
+    def averages(self, device: torch.device) -> bool:
+        return device.type == "cpu"
+
+    def buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self._local.buffer(numel, dtype, device)
+
+    def reduce(self, tensor: Tensor, op: Op, what: str) -> Pending:
+        room = self._local.room_of(tensor)
+        if room is None:
+            return self._all.reduce(tensor, op, what)
+        count = self._all.guard.enter(what)
+        turn, self._issued = self._issued, self._issued + 1
+        return self._local.start(self._reduce_room(room, op, turn), count, what)
+
+    def _reduce_room(self, room: Room, op: Op, turn: int) -> Steps:
+        epoch = room.deposit()
+        while not room.deposited.reached(epoch):
+            yield
+        mine = room.buffers[self._place]
+        inner: Op = "max" if op == "max" else "sum"
+        parts = []
+        for s in self._carried:
+            low, high = slice_of(s, self._slices, mine.numel(), mine.element_size())
+            for block in room.cut(low, high):
+                _gather(block, self._place, inner)
+            parts.append((s, low, high))
+        while self._turn != turn:  # counterparts must meet in the same order
+            yield
+        self._turn += 1
+        works = [self._carried[s].allreduce([mine[low:high]], options_for(inner)) for s, low, high in parts if high > low]
+        self.bytes_between += sum(high - low for _, low, high in parts) * mine.element_size()
+        while not all(work.is_completed() for work in works):
+            yield
+        for work in works:
+            work.wait()
+        for _, low, high in parts:
+            if op == "mean":
+                mine[low:high].mul_(1.0 / self.size)
+            for block in room.cut(low, high):
+                _spread(block, self._place)
+        room.reduced.publish(self._place, epoch)
+        while not room.reduced.reached(epoch):
+            yield
+
+    def broadcast(self, tensor: Tensor, source: int, what: str) -> Pending:
+        return self._all.broadcast(tensor, source, what)
+
+    def all_gather(self, output: Tensor, tensor: Tensor, what: str) -> Pending:
+        return self._all.all_gather(output, tensor, what)
+
+    def barrier(self, what: str = "a barrier") -> None:
+        self._all.barrier(what)
+
+    def progress(self) -> None:
+        self._local.progress()
+
+    def abort(self, reason: str) -> None:
+        self._all.guard.fail(PeerError(reason))
+
+    def close(self) -> None:
+        self._finalizer()
+
+
+def _gather(block: list[Tensor], place: int, op: Op) -> None:
+    """My block becomes the sum of all local ones. In rank order, wherever mine stands."""
+    total = block[0].clone()
+    combine([total, *(b.clone() for b in block[1:])], op, None)
+    block[place].copy_(total)
+
+
+def _spread(block: list[Tensor], place: int) -> None:
+    for other in range(len(block)):
+        if other != place:
+            block[other].copy_(block[place])
+
+
+def _shut(everyone: TorchGroup, local: Shm, connections: Connections) -> None:
+    local.close()
+    everyone.close()
+    connections.close()
