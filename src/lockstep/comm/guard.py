@@ -60,3 +60,4 @@ class Guard:
     def close(self) -> None:
         self.closed = True
         self.watch.close()
+        self._breaks = []  # what they hold may go now
