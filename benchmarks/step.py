@@ -1,6 +1,6 @@
 """What a training step costs: the bare loop, torch DDP and Lockstep, interleaved in one run.
 
-    python -m benchmarks.step            CPU: 2 workers of 1 thread over gloo, models of 5 M and 25 M parameters
+    python -m benchmarks.step            CPU: 2 workers of 1 thread, models of 5 M and 25 M parameters
     python -m benchmarks.step --gpu      one NVIDIA GPU over NCCL: GPT of 124 M, large and tiny batch; a deep narrow model
 
 Each round runs a few steps of every variant, in another order each time; a table of medians and
@@ -60,8 +60,12 @@ def variants(gpu: bool) -> dict[str, Callable[[nn.Module], nn.Module]]:
     found: dict[str, Callable[[nn.Module], nn.Module]] = {
         "bare": lambda model: model,
         "torch DDP": lambda model: TorchDDP(model, gradient_as_bucket_view=True, device_ids=[0] if gpu else None),
-        "Lockstep": lambda model: lockstep.DistributedDataParallel(model),
     }
+    if gpu:
+        found["Lockstep"] = lambda model: lockstep.DistributedDataParallel(model)
+    else:
+        found["Lockstep, gloo"] = lambda model: lockstep.DistributedDataParallel(model, comm="gloo")
+        found["Lockstep, shm"] = lambda model: lockstep.DistributedDataParallel(model, comm="shm")
     return found
 
 
@@ -186,7 +190,7 @@ def main() -> None:
         results = json.loads(Path(folder, "results.json").read_text())
     text = table(results)
     print(text)
-    name, flag = ("step-gpu", " --gpu") if options.gpu else ("step-cpu", "")
+    name, flag = ("step-gpu", " --gpu") if options.gpu else (f"step-cpu-{size}-workers", f" --workers {size}")
     write(name, {"machine": machine(), "results": results}, text, f"python -m benchmarks.step{flag}")
 
 

@@ -39,8 +39,8 @@ class Comm(Protocol):
     size: int
     timeout_s: float
 
-    def averages(self, device: torch.device) -> bool:
-        """Whether ``reduce(op="mean")`` costs no extra pass over the bytes there."""
+    def averages(self, tensor: Tensor) -> bool:
+        """Whether ``reduce(tensor, "mean")`` is cheaper than scaling on the way in and ``"sum"``."""
 
     def buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A zeroed flat tensor that this comm can reduce with the fewest copies."""

@@ -86,8 +86,8 @@ class TorchGroup:
             self.guard.watch.each_poll(_weakly(self._check_cuda))
         self._finalizer = weakref.finalize(self, _shut, self.guard, self._connections, self._nccl if self._owns_nccl else None)
 
-    def averages(self, device: torch.device) -> bool:
-        return device.type == "cuda" and self._nccl is not None
+    def averages(self, tensor: Tensor) -> bool:
+        return tensor.is_cuda and self._nccl is not None
 
     def buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.zeros(numel, dtype=dtype, device=device)
@@ -95,7 +95,7 @@ class TorchGroup:
     def reduce(self, tensor: Tensor, op: Op, what: str) -> Pending:
         count = self.guard.enter(what)
         wire = real(tensor)
-        if op == "mean" and not self.averages(tensor.device):
+        if op == "mean" and not self.averages(tensor):
             op = "sum"
             wire.mul_(1.0 / self.size)
         return self._issue("allreduce", ([wire], options_for(op)), tensor, count, what)

@@ -66,8 +66,8 @@ class TwoLevel:
         """Gradient bytes this worker has handed to gloo for other machines; times 2(M-1)/M is what it sent."""
         self._finalizer = weakref.finalize(self, _shut, self._all, self._local, self._connections)
 
-    def averages(self, device: torch.device) -> bool:
-        return device.type == "cpu"
+    def averages(self, tensor: Tensor) -> bool:
+        return self._local.averages(tensor)
 
     def buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return self._local.buffer(numel, dtype, device)

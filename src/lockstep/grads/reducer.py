@@ -218,7 +218,7 @@ class Reducer:
     def _way(self, bucket: Bucket) -> Way:
         if self._hook is not None or self._share.divisor == 1:
             return Way("sum")
-        if self._comm.averages(bucket.wire.device) and self._share.divisor == self._comm.size:
+        if self._comm.averages(bucket.wire) and self._share.divisor == self._comm.size:
             return Way("mean")
         if bucket.wire.is_cuda:
             return Way("sum", scales_after=True)

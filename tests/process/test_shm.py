@@ -1,0 +1,325 @@
+"""Shared memory: private, gone after any crash, found too small before training, safe from the stale."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import resource
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lockstep
+from lockstep.comm.choose import open_comm
+from lockstep.comm.flags import LockedCounters, PlainCounters, counters_for
+from lockstep.comm.segment import Segment, SegmentError, free_bytes
+from lockstep.comm.shm import Room, slice_of
+from lockstep.world import World, requested_comm
+from tests.models import MLP, batch, digest, loss_of, part
+from tests.workers import Fleet, run_workers
+
+CPU = torch.device("cpu")
+
+
+def trained(model: torch.nn.Module, rank: int, size: int, steps: int = 4) -> bytes:
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(steps):
+        x, y = batch(step, 24)
+        loss_of(model, part(x, rank, size), part(y, rank, size)).backward()
+        opt.step()
+        opt.zero_grad()
+    return digest(model)
+
+
+# -- the choice --------------------------------------------------------------------------------
+
+
+def chosen(rank: int, size: int, machines: str, kind: str | None) -> tuple[str, bytes]:
+    os.environ["LOCKSTEP_MACHINE"] = machines[rank]
+    model = lockstep.replicate(MLP(), timeout_s=20, comm=kind)
+    return lockstep.replica_of(model).comm.name, trained(model, rank, size)
+
+
+@pytest.mark.parametrize(
+    ("machines", "kind", "name"),
+    [
+        ("aaa", None, "shm"),
+        ("aab", None, "twolevel"),
+        ("abc", None, "gloo"),
+        ("aaa", "gloo", "gloo"),
+        ("aaa", "twolevel", "twolevel"),
+    ],
+)
+def test_the_right_comm_is_chosen_by_itself_and_an_argument_overrides_it(machines: str, kind: str | None, name: str) -> None:
+    results = run_workers(chosen, 3, machines, kind)
+    assert {found for found, _ in results} == {name}
+    assert len({d for _, d in results}) == 1
+
+
+def test_the_environment_overrides_it_too() -> None:
+    results = run_workers(chosen, 2, "aa", None, env={"LOCKSTEP_COMM": "gloo"})
+    assert {found for found, _ in results} == {"gloo"}
+    with pytest.raises(lockstep.UsageError, match=r"LOCKSTEP_COMM='smh'.*auto, shm, twolevel, gloo, nccl"):
+        requested_comm({"LOCKSTEP_COMM": "smh"})
+    with pytest.raises(lockstep.UsageError, match="comm='tcp'"):
+        lockstep.replicate(MLP(), comm="tcp")
+
+
+def refused(rank: int, size: int) -> str:
+    world = replace(World.detect(), machine="ab"[rank])
+    with pytest.raises(lockstep.UsageError) as caught:
+        open_comm(CPU, world=world, kind="shm", timeout_s=20)
+    return str(caught.value)
+
+
+def test_shm_across_machines_is_refused() -> None:
+    assert all("these 2 are on 2" in message for message in run_workers(refused, 2))
+
+
+@pytest.mark.parametrize("machines", ["aabbb", "aaab", "abcab"])
+def test_two_level_machines_of_unequal_numbers_of_workers(machines: str) -> None:
+    results = run_workers(chosen, len(machines), machines, None)
+    assert len({d for _, d in results}) == 1
+    # the digits differ from one process only in the order of addition: parity is tested in the contract
+
+
+def bytes_between(rank: int, size: int, machines: str) -> tuple[str, int]:
+    world = replace(World.detect(), machine=machines[rank])
+    comm: Any = open_comm(CPU, world=world, timeout_s=20, kind="twolevel")
+    bucket = comm.buffer(10_000, torch.float32, CPU)
+    comm.reduce(bucket, "sum", "a bucket").wait()
+    comm.barrier()
+    return machines[rank], comm.bytes_between
+
+
+@pytest.mark.parametrize("machines", ["aabb", "aaabb"])
+def test_a_machine_hands_one_bucket_to_the_network_however_many_workers_it_has(machines: str) -> None:
+    sent = dict.fromkeys(machines, 0)
+    for name, count in run_workers(bytes_between, len(machines), machines):
+        sent[name] += count
+    assert set(sent.values()) == {40_000}  # gloo's ring then sends 2(M-1)/M of what it is handed
+
+
+TORCHRUN_SCRIPT = """
+import sys, torch, lockstep
+sys.path.insert(0, {root!r})
+from tests.models import MLP
+model = lockstep.replicate(MLP(), timeout_s=30)
+model(torch.randn(4, 12)).sum().backward()
+sys.stdout.write(lockstep.replica_of(model).comm.name + " " + lockstep.World.detect().source + chr(10))
+"""
+
+
+def test_under_torchrun_without_a_change_in_the_script(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(TORCHRUN_SCRIPT.format(root=str(Path(__file__).parents[2])))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.split("\n")) == ["", "shm torchrun", "shm torchrun"]
+
+
+# -- segments ----------------------------------------------------------------------------------
+
+
+def test_a_segment_is_private_zeroed_and_has_no_name() -> None:
+    before = set(os.listdir("/dev/shm"))
+    segment = Segment.create(1 << 16)
+    status = os.stat(segment.address)
+    assert stat.S_IMODE(status.st_mode) == 0o600
+    assert status.st_nlink == 0, "no name in any file system"
+    assert not any(segment.memory[:])
+    assert set(os.listdir("/dev/shm")) == before
+    other = Segment.open(segment.address, 1 << 16)
+    segment.memory[5] = 7
+    assert other.memory[5] == 7
+    with pytest.raises(SegmentError, match="another size"):
+        Segment.open(segment.address, 1 << 15)
+    segment.seal()
+    with pytest.raises(SegmentError):
+        Segment.open("/proc/1/fd/9999", 10)
+
+
+def test_too_little_memory_is_an_error_when_a_segment_is_made() -> None:
+    with pytest.raises(SegmentError, match="free"):
+        Segment.create(free_bytes() + (1 << 40))
+
+
+def crash(rank: int, size: int, how: str) -> None:
+    model = lockstep.replicate(MLP(), timeout_s=20)
+    trained(model, rank, size, 2)
+    if how == "all" or rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(lockstep.PeerError):
+        trained(model, rank, size, 2)
+
+
+@pytest.mark.parametrize("how", ["one", "all"])
+def test_no_file_remains_after_kill_9(how: str) -> None:
+    places = [Path("/dev/shm"), Path("/tmp")]
+    before = {str(p) for place in places for p in place.iterdir()}
+    run_workers(crash, 3, how, check=False)
+    left = {str(p) for place in places for p in place.iterdir()} - before
+    assert not {p for p in left if "lockstep" in p}
+
+
+def small_limit(rank: int, size: int, limit: int) -> tuple[str, list[str], bytes]:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = lockstep.replicate(torch.nn.Sequential(torch.nn.Linear(12, 200_000), torch.nn.Linear(200_000, 4)), timeout_s=20)
+        name = lockstep.replica_of(model).comm.name
+        result = trained(model, rank, size, 2)
+    return name, [str(w.message) for w in caught if "share memory" in str(w.message)], result[:4]
+
+
+def test_too_little_shared_memory_is_found_before_training_and_falls_back_to_gloo_with_one_warning() -> None:
+    # 12.8 MB of gradients x 2 workers do not fit into 16 MB: the kernel itself says so
+    (name, said, first), (_, others, second) = run_workers(small_limit, 2, 16 << 20)
+    assert name == "gloo"
+    assert first == second
+    assert len(said) == 1
+    assert others == []
+    assert "2 workers x 13 MB" in said[0]
+    assert "25.9 MB needed" in said[0]
+    assert "ulimit -f" in said[0]
+    (name, said, _), _ = run_workers(small_limit, 2, 1 << 30)
+    assert (name, said) == ("shm", [])
+
+
+# -- failures ----------------------------------------------------------------------------------
+
+
+def stale(rank: int, size: int) -> Any:
+    """Rank 1 stops in the middle of a step; the others abort and go on in a new generation; then it wakes up."""
+    comm = open_comm(CPU, timeout_s=30, kind="shm")
+    bucket = comm.buffer(100_000, torch.float32, CPU)
+    if rank == 1:
+        threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGSTOP)).start()
+        bucket.fill_(666)
+        deadline = time.monotonic() + 60
+        try:
+            while time.monotonic() < deadline:
+                comm.reduce(bucket, "sum", "a bucket").wait()
+        except lockstep.PeerError as error:
+            bucket.fill_(667)
+            return str(error)
+        return "nothing noticed"
+    began = time.monotonic()
+    threading.Timer(1.0, lambda: comm.abort("rank 1 stands still")).start()
+    try:
+        while time.monotonic() < began + 20:
+            comm.reduce(bucket, "sum", "a bucket").wait()
+    except lockstep.PeerError:
+        pass
+    survivors = [0, 2]
+    world = replace(World.detect(), rank=survivors.index(rank), size=2, local_rank=0, local_size=1, run_id="generation 2")
+    second = open_comm(CPU, world=world, timeout_s=30, kind="shm")
+    bucket = second.buffer(100_000, torch.float32, CPU)
+    second.barrier("before the wake-up")
+    Path(os.environ["LOCKSTEP_STORE"].removeprefix("file://") + f".ready{rank}").touch()
+    ends = time.monotonic() + 2
+    while True:
+        bucket.fill_(1.0)
+        bucket[0] = float(time.monotonic() < ends)
+        second.reduce(bucket, "sum", "a later bucket").wait()
+        if not bool((bucket[1:] == 2.0).all()):
+            return f"generation 2 was disturbed: {bucket.unique()}"
+        if bucket[0] == 0:  # both have had enough
+            second.barrier()
+            return "undisturbed"
+
+
+def test_a_stale_worker_that_wakes_up_cannot_write_into_a_later_generation() -> None:
+    fleet = Fleet(stale, 3, (), {})
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline and not all(Path(fleet.folder.name, f"store.ready{r}").exists() for r in (0, 2)):
+        time.sleep(0.02)
+    fleet.kill(1, signal.SIGCONT)
+    outcomes = fleet.collect(deadline_s=40)
+    assert outcomes[0].value == outcomes[2].value == "undisturbed", outcomes
+    assert outcomes[1].value is not None
+    assert "nothing noticed" not in outcomes[1].value
+
+
+def die_while_others_wait(rank: int, size: int) -> tuple[float, tuple[int, ...]]:
+    comm = open_comm(CPU, timeout_s=30, kind="shm")
+    bucket = comm.buffer(1000, torch.float32, CPU)
+    comm.reduce(bucket, "sum", "bucket 0 of step 0").wait()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(lockstep.PeerError) as caught:
+        comm.reduce(bucket, "sum", "bucket 0 of step 1").wait()
+    return time.monotonic() - began, caught.value.ranks
+
+
+def test_a_death_is_noticed_long_before_the_timeout() -> None:
+    outcomes = run_workers(die_while_others_wait, 4, check=False)
+    for rank in (0, 2, 3):
+        took_s, ranks = outcomes[rank].value
+        assert ranks == (1,)
+        assert took_s < 5, "a process descriptor tells, not the timeout of 30 s"
+
+
+# -- shapes and crowds -------------------------------------------------------------------------
+
+
+def crowd(rank: int, size: int) -> float:
+    comm = open_comm(CPU, timeout_s=60, kind="shm")
+    bucket = comm.buffer(10_007, torch.float32, CPU)
+    for step in range(5):
+        bucket.copy_(torch.arange(10_007) + rank + step)
+        comm.reduce(bucket, "sum", f"bucket 0 of step {step}").wait()
+        expected = (torch.arange(10_007) + step) * size + sum(range(size))
+        assert torch.equal(bucket, expected.float())
+    comm.barrier()
+    return bucket[0].item()
+
+
+def test_32_workers_on_few_cores() -> None:
+    assert len(set(run_workers(crowd, 32, deadline_s=120))) == 1
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 32])
+@pytest.mark.parametrize("numel", [0, 1, 15, 16, 17, 1000, 4097])
+@pytest.mark.parametrize("itemsize", [1, 2, 4, 8, 16])
+def test_slices_cover_a_bucket_once_and_never_share_a_cache_line(size: int, numel: int, itemsize: int) -> None:
+    ends = [slice_of(r, size, numel, itemsize) for r in range(size)]
+    assert ends[0][0] == 0
+    assert ends[-1][1] == numel
+    for (_, high), (low, _) in itertools.pairwise(ends):
+        assert high == low
+        assert high == numel or high * itemsize % 64 == 0
+
+
+def test_counters_that_need_no_fence_are_taken_on_x86_64_alone() -> None:
+    assert counters_for("x86_64") is PlainCounters
+    assert counters_for("aarch64") is LockedCounters
+    assert counters_for("riscv64") is LockedCounters
+    assert Room.nbytes(2, 10, torch.float32, LockedCounters) >= 2 * 4096
+
+
+def hold_and_die(rank: int, size: int, address: str, nbytes: int) -> None:
+    counters = LockedCounters(Segment.open(address, nbytes).memory, 0, 2)
+    counters._lock()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_worker_killed_while_it_holds_the_mutex_does_not_stop_the_others() -> None:
+    segment = Segment.create(4096)
+    counters = LockedCounters(segment.memory, 0, 2, first=True)
+    run_workers(hold_and_die, 1, segment.address, 4096, check=False)
+    counters.publish(0, 5)
+    assert counters.read() == [5, 0]
+    assert not counters.reached(5)
