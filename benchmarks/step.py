@@ -105,8 +105,9 @@ def _settle(device: torch.device) -> None:
         dist.barrier()
 
 
-def measure(case: Case, device: torch.device) -> dict[str, dict[str, float]]:
-    trainers = {name: Trainer(case, wrap, device) for name, wrap in variants(device.type == "cuda").items()}
+def measure(case: Case, device: torch.device, only: tuple[str, ...] = ()) -> dict[str, dict[str, float]]:
+    chosen = {name: wrap for name, wrap in variants(device.type == "cuda").items() if not only or name in only}
+    trainers = {name: Trainer(case, wrap, device) for name, wrap in chosen.items()}
     for trainer in trainers.values():
         timed(trainer, 4)
     times: dict[str, list[float]] = {name: [] for name in trainers}
