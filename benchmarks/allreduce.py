@@ -23,9 +23,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
-from benchmarks.report import machine, write
+from benchmarks.report import machine, run_workers, write
 from lockstep.comm.shm import Shm
 from lockstep.comm.torch_group import TorchGroup
 
@@ -70,7 +69,7 @@ def operations(comms: dict[str, Any], nbytes: int) -> dict[str, Callable[[], Non
     return found
 
 
-def worker(rank: int, size: int, folder: str, sizes: list[str]) -> None:
+def worker(rank: int, size: int, folder: str, sizes: list[str], most_rounds: int) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(rank)
     store = dist.FileStore(f"{folder}/store", size)
@@ -82,7 +81,7 @@ def worker(rank: int, size: int, folder: str, sizes: list[str]) -> None:
     for label in sizes:
         nbytes = SIZES[label]
         acts = operations(comms, nbytes)
-        rounds = 12 if nbytes > 8 << 20 else 40
+        rounds = min(most_rounds, 12 if nbytes > 8 << 20 else 40)
         repeat = max(1, min(50, (4 << 20) // nbytes))
         times: dict[str, list[float]] = {name: [] for name in acts}
         for round_ in range(rounds + 3):
@@ -125,17 +124,18 @@ def main() -> None:
         "--workers", type=int, nargs="+", help="numbers of workers (default 2, 4, 8, 16 as the cores allow, at least 2 and 4)"
     )
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES))
+    parser.add_argument("--rounds", type=int, default=40, help="at most so many rounds per size")
     options = parser.parse_args()
     cores = len(os.sched_getaffinity(0))
     counts = options.workers or [n for n in (2, 4, 8, 16) if n <= max(4, cores)]
     rows = []
     for size in counts:
         with tempfile.TemporaryDirectory() as folder:
-            mp.spawn(worker, args=(size, folder, options.sizes), nprocs=size)
+            run_workers(worker, size, folder, options.sizes, options.rounds)
             rows.append({"workers": size, "us": json.loads(Path(folder, "results.json").read_text())})
-    text = table(rows)
+        text = table(rows)
+        write(f"allreduce-{cores}-cores", {"machine": machine(), "results": rows}, text, "python -m benchmarks.allreduce")
     print(text)
-    write(f"allreduce-{cores}-cores", {"machine": machine(), "results": rows}, text, "python -m benchmarks.allreduce")
 
 
 if __name__ == "__main__":

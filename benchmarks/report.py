@@ -6,12 +6,23 @@ import json
 import os
 import platform
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.multiprocessing as mp
 
 RESULTS = Path(__file__).parent / "results"
+
+
+def run_workers(body: Callable[..., None], size: int, *args: Any, method: str = "fork") -> None:
+    """``body(rank, size, *args)`` in ``size`` processes; forked from this one, unless they use CUDA (``spawn``)."""
+    mp.start_processes(_enter, args=(body, size, args), nprocs=size, start_method=method)
+
+
+def _enter(rank: int, body: Callable[..., None], size: int, args: tuple[Any, ...]) -> None:
+    body(rank, size, *args)
 
 
 def machine() -> dict[str, Any]:

@@ -14,25 +14,25 @@ import argparse
 import json
 import os
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from examples.gpt import GPTConfig
 
-from benchmarks.report import RESULTS, line_chart, machine, write
+from benchmarks.report import RESULTS, line_chart, machine, run_workers, write
 from benchmarks.step import Case, measure
 
 CASE = Case("GPT 25 M, 8x64", GPTConfig(vocab=128, context=64, layers=8, heads=8, width=512), 8, 8, 2)
 SHOWN = ("torch DDP", "Lockstep, shm")
 
 
-def worker(rank: int, size: int, folder: str) -> None:
+def worker(rank: int, size: int, folder: str, rounds: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", size), rank=rank, world_size=size)
-    found = measure(CASE, torch.device("cpu"), only=("bare", *SHOWN))
+    found = measure(replace(CASE, rounds=rounds), torch.device("cpu"), only=("bare", *SHOWN))
     if rank == 0:
         Path(folder, "results.json").write_text(json.dumps(found))
     os._exit(0)
@@ -51,16 +51,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cores = len(os.sched_getaffinity(0))
     parser.add_argument("--workers", type=int, nargs="+", default=[n for n in (1, 2, 4, 8, 16, 32) if n <= cores])
+    parser.add_argument("--rounds", type=int, default=CASE.rounds)
     options = parser.parse_args()
-    rows = []
+    rows: list[dict[str, Any]] = []
+    name = f"scaling-{cores}-cores"
     for size in options.workers:
         with tempfile.TemporaryDirectory() as folder:
-            mp.spawn(worker, args=(size, folder), nprocs=size)
+            run_workers(worker, size, folder, options.rounds)
             rows.append({"workers": size, "variants": json.loads(Path(folder, "results.json").read_text())})
-    text = table(rows)
-    print(text)
-    name = f"scaling-{cores}-cores"
-    write(name, {"machine": machine(), "results": rows}, text, "python -m benchmarks.scaling")
+        text = table(rows)
+        print(text.splitlines()[-1], flush=True)
+        write(name, {"machine": machine(), "results": rows}, text, "python -m benchmarks.scaling")
     lines = {
         shown: [(r["workers"], 100 * r["variants"]["bare"]["ms"] / r["variants"][shown]["ms"]) for r in rows] for shown in SHOWN
     }

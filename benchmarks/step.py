@@ -19,19 +19,18 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from examples.gpt import GPT, GPTConfig
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import lockstep
-from benchmarks.report import machine, write
+from benchmarks.report import machine, run_workers, write
 
 
 @dataclass(frozen=True)
@@ -147,13 +146,14 @@ def _quantile(values: list[float], q: float) -> float:
     return sorted(values)[int(q * (len(values) - 1))]
 
 
-def worker(rank: int, size: int, gpu: bool, folder: str) -> None:
+def worker(rank: int, size: int, gpu: bool, folder: str, rounds: int) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", size)
     device = torch.device("cuda", 0) if gpu else torch.device("cpu")
     dist.init_process_group("nccl" if gpu else "gloo", store=store, rank=rank, world_size=size, device_id=device if gpu else None)
     results = []
-    for case in GPU_CASES if gpu else CPU_CASES:
+    for full in GPU_CASES if gpu else CPU_CASES:
+        case = replace(full, rounds=min(rounds, full.rounds))
         row: dict[str, Any] = {"case": case.name, "workers": size, "variants": measure(case, device)}
         gc.collect()
         if gpu:
@@ -182,12 +182,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpu", action="store_true", help="one GPU over NCCL instead of the CPU over gloo")
     parser.add_argument("--workers", type=int, default=2, help="CPU workers (default 2)")
+    parser.add_argument("--rounds", type=int, default=100, help="at most so many rounds per case")
     options = parser.parse_args()
     if options.gpu and not torch.cuda.is_available():
         parser.error("--gpu needs an NVIDIA GPU, and torch sees none here")
     size = 1 if options.gpu else options.workers
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(worker, args=(size, options.gpu, folder), nprocs=size)
+        run_workers(worker, size, options.gpu, folder, options.rounds, method="spawn" if options.gpu else "fork")
         results = json.loads(Path(folder, "results.json").read_text())
     text = table(results)
     print(text)
