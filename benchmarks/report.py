@@ -25,11 +25,12 @@ def _enter(rank: int, body: Callable[..., None], size: int, args: tuple[Any, ...
     body(rank, size, *args)
 
 
-def machine() -> dict[str, Any]:
+def machine(gpu: bool = False) -> dict[str, Any]:
+    """Asks CUDA for nothing unless ``gpu``: workers forked later could not use torch then."""
     return {
         "cpu": _cpu(),
         "cores": os.cpu_count(),
-        "gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else None,
+        "gpu": torch.cuda.get_device_name(0) if gpu else None,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "date": time.strftime("%Y-%m-%d"),

@@ -193,7 +193,7 @@ def main() -> None:
     text = table(results)
     print(text)
     name, flag = ("step-gpu", " --gpu") if options.gpu else (f"step-cpu-{size}-workers", f" --workers {size}")
-    write(name, {"machine": machine(), "results": results}, text, f"python -m benchmarks.step{flag}")
+    write(name, {"machine": machine(options.gpu), "results": results}, text, f"python -m benchmarks.step{flag}")
 
 
 if __name__ == "__main__":
