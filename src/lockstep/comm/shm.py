@@ -170,7 +170,7 @@ class Shm:
 
     def averages(self, tensor: Tensor) -> bool:
         # Scaling while depositing is free where memory is what costs; in a small bucket calls are what costs.
-        return tensor.nbytes <= BLOCK_BYTES
+        return tensor.nbytes <= 4 * BLOCK_BYTES
 
     def buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Collective: every rank maps every rank's buffer. Private memory (and the channel) where there is no room."""
