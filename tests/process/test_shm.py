@@ -22,8 +22,8 @@ import torch
 import lockstep
 from lockstep.comm.choose import open_comm
 from lockstep.comm.flags import LockedCounters, PlainCounters, counters_for
+from lockstep.comm.room import Room, slice_of
 from lockstep.comm.segment import Segment, SegmentError, free_bytes
-from lockstep.comm.shm import Room, slice_of
 from lockstep.world import World, requested_comm
 from tests.models import MLP, batch, digest, loss_of, part
 from tests.workers import Fleet, run_workers

@@ -24,7 +24,6 @@ the others left has nothing of theirs mapped.
 from __future__ import annotations
 
 import os
-import select
 import time
 import warnings
 import weakref
@@ -37,8 +36,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.comm.base import Op, Pending, bits, real
-from lockstep.comm.flags import LINE_BYTES, PlainCounters, counters_for
+from lockstep.comm.flags import PlainCounters, counters_for
 from lockstep.comm.guard import Guard
+from lockstep.comm.peers import Peers
+from lockstep.comm.room import BLOCK_BYTES, PAGE_BYTES, Room, combine, round_up, sum_into
 from lockstep.comm.segment import Segment, SegmentError
 from lockstep.comm.store import await_ranks
 from lockstep.errors import PeerError
@@ -46,46 +47,6 @@ from lockstep.errors import PeerError
 Steps = Generator[None, None, None]
 
 SLOT_BYTES = 1 << 20
-BLOCK_BYTES = 1 << 18  # two blocks fit a small second-level cache
-_PAGE = 4096
-
-
-class Room:
-    """One shared bucket: every rank's buffer, seen from this one."""
-
-    def __init__(
-        self, segment: Segment, rank: int, size: int, numel: int, dtype: torch.dtype, counters: type[PlainCounters]
-    ) -> None:
-        head = counters.nbytes(size)
-        first = rank == 0
-        self.deposited = counters(segment.memory, 0, size, first)
-        self.reduced = counters(segment.memory, head, size, first)
-        self.epoch = 0
-        self.rank, self.dtype = rank, dtype
-        start, stride = self.layout(size, numel, dtype, counters)
-        self.buffers = [torch.frombuffer(segment.memory, dtype=dtype, count=numel, offset=start + r * stride) for r in range(size)]
-        self.blocks = self.cut(*slice_of(rank, size, numel, dtype.itemsize))
-
-    def cut(self, low: int, high: int) -> list[list[Tensor]]:
-        """Elements low to high of all buffers, in blocks that fit the cache: for each block every rank's view."""
-        step = max(1, BLOCK_BYTES // self.dtype.itemsize)
-        return [[b[at : min(at + step, high)] for b in self.buffers] for at in range(low, high, step)]
-
-    def deposit(self) -> int:
-        """My buffer is filled: others may read it, and write my result into it. Returns this use's number."""
-        self.epoch += 1
-        self.deposited.publish(self.rank, self.epoch)
-        return self.epoch
-
-    @staticmethod
-    def layout(size: int, numel: int, dtype: torch.dtype, counters: type[PlainCounters]) -> tuple[int, int]:
-        """(offset of rank 0's buffer, distance between buffers), in bytes."""
-        return _round(2 * counters.nbytes(size), _PAGE), _round(max(1, numel * dtype.itemsize), _PAGE)
-
-    @staticmethod
-    def nbytes(size: int, numel: int, dtype: torch.dtype, counters: type[PlainCounters]) -> int:
-        start, stride = Room.layout(size, numel, dtype, counters)
-        return start + size * stride
 
 
 class Shm:
@@ -117,7 +78,7 @@ class Shm:
         self._warned = False
         await_ranks(store, rank, size, timeout_s)
         self._open_channel(store)
-        self._peers = _Peers(store, rank, size)
+        self._peers = Peers(store, rank, size)
         aborted = self._aborted  # the guard's thread must not keep this comm alive
         self.flag_abort: Callable[[], None] = lambda: aborted.publish(rank, 1)
         self._guard = guard or Guard(store, rank, size, self.flag_abort)
@@ -133,7 +94,7 @@ class Shm:
 
     def _open_channel(self, store: dist.Store) -> None:
         head = self._counters.nbytes(self.size)
-        start = _round(3 * head + 8 * self.size, _PAGE)
+        start = round_up(3 * head + 8 * self.size, PAGE_BYTES)
         segment = _share(store, self.rank, self.size, start + self.size * SLOT_BYTES)
         first = self.rank == 0
         self._written, self._read, self._aborted = (self._counters(segment.memory, k * head, self.size, first) for k in range(3))
@@ -276,7 +237,7 @@ class Shm:
         def read(offset: int, length: int) -> None:
             parts = [slot[:length].view(wire.dtype) for slot in self._slots]
             at = offset // wire.element_size()
-            _sum_into(wire[at : at + parts[0].numel()], parts, op, scale)
+            sum_into(wire[at : at + parts[0].numel()], parts, op, scale)
 
         return self._exchange(f"{op} of {wire.dtype}", data.numel(), lambda at, slot: _fill(slot, data, at), read)
 
@@ -385,30 +346,6 @@ class _Running:
         return self._done
 
 
-class _Peers:
-    """The other workers' processes, as descriptors that become readable when they end."""
-
-    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
-        self._poll = select.poll()
-        self._ranks: dict[int, int] = {}
-        for other in range(size):
-            if other != rank and hasattr(os, "pidfd_open"):
-                try:
-                    fd = os.pidfd_open(int(store.get(f"here/{other}")))
-                except OSError:
-                    continue  # an old kernel: the timeout finds it
-                self._poll.register(fd, select.POLLIN)
-                self._ranks[fd] = other
-
-    def dead(self) -> list[int]:
-        return sorted(self._ranks[fd] for fd, _ in self._poll.poll(0)) if self._ranks else []
-
-    def close(self) -> None:
-        for fd in self._ranks:
-            os.close(fd)
-        self._ranks = {}
-
-
 def _share(store: dist.Store, rank: int, size: int, nbytes: int) -> Segment:
     """The first segment, through the store. Every rank raises the same ``SegmentError`` if one cannot map it."""
     segment, answer = None, "ok"
@@ -434,53 +371,10 @@ def _share(store: dist.Store, rank: int, size: int, nbytes: int) -> Segment:
     return segment
 
 
-def combine(block: list[Tensor], op: Op, scale: float | None) -> None:
-    """The same block of every rank's buffer becomes the sum (mean, maximum) of all."""
-    if len(block) == 1:
-        return
-    first = block[0]
-    if first.dtype in (torch.float16, torch.bfloat16) and op != "max":
-        total = first.float()
-        for other in block[1:]:
-            total += other
-        if scale is not None:
-            total *= scale
-        first.copy_(total)
-    else:
-        for other in block[1:]:
-            torch.maximum(first, other, out=first) if op == "max" else first.add_(other)
-        if scale is not None:
-            first.mul_(scale)
-    for other in block[1:]:
-        other.copy_(first)
-
-
-def _sum_into(target: Tensor, parts: list[Tensor], op: Op, scale: float | None) -> None:
-    """``target`` becomes the sum of ``parts``, which stay as they are."""
-    wide = op != "max" and target.dtype in (torch.float16, torch.bfloat16)
-    total = parts[0].float() if wide else parts[0].clone()
-    for part in parts[1:]:
-        total = torch.maximum(total, part) if op == "max" else total.add_(part)
-    if scale is not None:
-        total.mul_(scale)
-    target.copy_(total)
-
-
 def _fill(slot: Tensor, data: Tensor, at: int) -> None:
     slot.copy_(data[at : at + slot.numel()])
 
 
-def slice_of(rank: int, size: int, numel: int, itemsize: int) -> tuple[int, int]:
-    """Rank's part of a bucket: equal parts, cut at cache lines, so that no line has two owners."""
-    line = max(1, LINE_BYTES // itemsize)
-    lines = -(-numel // line)
-    return min(numel, lines * rank // size * line), min(numel, lines * (rank + 1) // size * line)
-
-
-def _round(value: int, to: int) -> int:
-    return -(-value // to) * to
-
-
-def _shut(guard: Guard, peers: _Peers) -> None:
+def _shut(guard: Guard, peers: Peers) -> None:
     guard.close()
     peers.close()

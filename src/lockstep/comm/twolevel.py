@@ -22,7 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.comm.base import Op, Pending
-from lockstep.comm.shm import Room, Shm, Steps, combine, slice_of
+from lockstep.comm.room import Room, combine, slice_of
+from lockstep.comm.shm import Shm, Steps
 from lockstep.comm.sockets import Connections
 from lockstep.comm.torch_group import TorchGroup, build_gloo, options_for
 from lockstep.errors import PeerError
