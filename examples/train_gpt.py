@@ -54,7 +54,7 @@ def main() -> None:
 
 def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=400, help="optimizer updates (default 400)")
+    parser.add_argument("--steps", type=int, default=300, help="optimizer updates (default 300)")
     parser.add_argument("--batch", type=int, default=32, help="sequences per step over all workers (default 32)")
     parser.add_argument("--lr", type=float, default=4e-3, help="peak learning rate (default 0.004)")
     options = parser.parse_args()
