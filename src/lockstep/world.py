@@ -1,7 +1,7 @@
 """World: who am I. The one place that reads RANK, LOCKSTEP_*, SLURM_*, OMPI_* and PMI_*.
 
-It knows nothing of torch or sockets: it turns an environment into a frozen value and says which
-launcher it believed. Precedence, first complete one wins:
+It knows nothing of sockets and imports no torch until asked for a device: it turns an environment
+into a frozen value and says which launcher it believed. Precedence, first complete one wins:
 
     LOCKSTEP_*  >  torchrun (RANK, WORLD_SIZE, ...)  >  Slurm step  >  Open MPI  >  PMI  >  alone
 """
@@ -15,6 +15,7 @@ import socket
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 from urllib.parse import urlparse
 
 from lockstep.errors import UsageError
@@ -63,6 +64,13 @@ class World:
     @property
     def spans_machines(self) -> bool:
         return self.local_size < self.size
+
+    def device(self) -> Any:
+        """The ``torch.device`` for this worker: a GPU by local rank where there are any, else the CPU."""
+        import torch
+
+        gpus = torch.cuda.device_count()
+        return torch.device("cuda", self.local_rank % gpus) if gpus else torch.device("cpu")
 
     @staticmethod
     def detect(environ: Mapping[str, str] | None = None) -> World:
