@@ -23,9 +23,7 @@ import lockstep
 def main() -> None:
     options = read_options()
     world = lockstep.World.detect()
-    device = (
-        torch.device("cuda", world.local_rank % torch.cuda.device_count()) if torch.cuda.is_available() else torch.device("cpu")
-    )
+    device = world.device()
     config = GPTConfig()
     torch.manual_seed(0)
     model = lockstep.replicate(GPT(config).to(device))
