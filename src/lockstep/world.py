@@ -173,13 +173,13 @@ def _from_slurm(env: Mapping[str, str]) -> World | None:
 def _from_openmpi(env: Mapping[str, str]) -> World | None:
     local = ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
     found = _ints(env, "Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", local=local)
-    job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid") or f"parent-{os.getppid()}"
+    job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid") or _parent()
     return None if found is None else _mpi_world(env, "Open MPI", found, job)
 
 
 def _from_pmi(env: Mapping[str, str]) -> World | None:
     found = _ints(env, "PMI", "PMI_RANK", "PMI_SIZE", local=("MPI_LOCALRANKID", "MPI_LOCALNRANKS"))
-    job = env.get("PMI_JOBID") or env.get("PMI_ID") or f"parent-{os.getppid()}"
+    job = env.get("PMI_JOBID") or env.get("PMI_ID") or _parent()
     return None if found is None else _mpi_world(env, "PMI", found, job)
 
 
@@ -243,6 +243,15 @@ def _master(env: Mapping[str, str], size: int, source: str) -> str:
 
 def _port(job: str) -> int:
     return 20000 + int.from_bytes(hashlib.sha256(job.encode()).digest()[:4], "big") % 20000
+
+
+def _parent() -> str:
+    """Names the launcher that started this worker and its neighbours; a later one with the same number has another start."""
+    try:
+        with open(f"/proc/{os.getppid()}/stat") as status:
+            return f"parent-{os.getppid()}-{status.read().rpartition(')')[2].split()[19]}"
+    except OSError:
+        return f"parent-{os.getppid()}"
 
 
 def _private_file(job: str) -> str:
