@@ -65,16 +65,6 @@ class Comm(Protocol):
     def close(self) -> None: ...
 
 
-class Done:
-    """A Pending that never was in flight."""
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        return None
-
-    def done(self) -> bool:
-        return True
-
-
 def real(tensor: Tensor) -> Tensor:
     """The same memory as numbers every transport can add: complex as pairs of reals."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
