@@ -68,7 +68,7 @@ class TorchGroup:
         store.set_timeout(timedelta(seconds=timeout_s))
         await_ranks(store, rank, size, timeout_s)
         self._connections = Connections()
-        self._gloo = build_gloo(dist.PrefixStore("gloo", store), rank, size, self._connections)
+        self._gloo = [build_gloo(dist.PrefixStore("gloo", store), rank, size, self._connections)]
         self._nccl: Any = None if cuda == "gloo" else cuda
         if isinstance(cuda, dist.ProcessGroup):
             self._nccl = cuda._get_backend(torch.device("cuda"))  # skips a dispatch per operation
@@ -84,7 +84,9 @@ class TorchGroup:
         self.guard = Guard(store, rank, size, _breaker(self._connections, self._nccl))
         if self._nccl is not None:
             self.guard.watch.each_poll(_weakly(self._check_cuda))
-        self._finalizer = weakref.finalize(self, _shut, self.guard, self._connections, self._nccl if self._owns_nccl else None)
+        self._finalizer = weakref.finalize(
+            self, _shut, self.guard, self._connections, self._gloo, self._nccl if self._owns_nccl else None
+        )
 
     def averages(self, tensor: Tensor) -> bool:
         return tensor.is_cuda and self._nccl is not None
@@ -132,7 +134,7 @@ class TorchGroup:
                 self._forget_finished()
             return pending
         try:
-            work = getattr(self._gloo, operation)(*arguments)
+            work = getattr(self._gloo[0], operation)(*arguments)
         except RuntimeError as error:  # the peer's connection was gone before we began
             raise self.guard.explain(count, what, 0.0, first_line(error)) from error
         return _GlooPending(self, work, count, what)
@@ -227,8 +229,18 @@ def _weakly(method: Callable[[], None]) -> Callable[[], None]:
     return call
 
 
-def _shut(guard: Guard, connections: Connections, nccl: Any) -> None:
+def _shut(guard: Guard, connections: Connections, gloo: list[Any], nccl: Any) -> None:
     guard.close()
     if nccl is not None:
         nccl.shutdown()
+    destroy_gloo(connections, gloo)
+
+
+def destroy_gloo(connections: Connections, groups: list[Any]) -> None:
+    """End gloo groups while the interpreter lives: at its end a gloo thread that lets go of a Python object aborts the process.
+
+    Connections are cut first, since a group waits for its pending operations, and those for peers that may never come.
+    """
+    connections.cut()
+    groups.clear()
     connections.close()

@@ -25,7 +25,7 @@ from lockstep.comm.base import Op, Pending
 from lockstep.comm.room import Room, combine, slice_of
 from lockstep.comm.shm import Shm, Steps
 from lockstep.comm.sockets import Connections
-from lockstep.comm.torch_group import TorchGroup, build_gloo, options_for
+from lockstep.comm.torch_group import TorchGroup, build_gloo, destroy_gloo, options_for
 from lockstep.errors import PeerError
 
 
@@ -53,19 +53,20 @@ class TwoLevel:
         )
         self._slices = max(len(ranks) for ranks in homes.values())
         self._connections = Connections()
-        self._carried: dict[int, Any] = {}
+        self._groups: list[Any] = []
+        self._carried: list[int] = []  # the slices this worker carries, each over the group at the same place
         for s in range(self._slices):
             members = [ranks[s % len(ranks)] for ranks in homes.values()]
             if rank in members:
-                self._carried[s] = build_gloo(
-                    dist.PrefixStore(f"slice/{s}", store), members.index(rank), len(members), self._connections
-                )
+                cross = dist.PrefixStore(f"slice/{s}", store)
+                self._groups.append(build_gloo(cross, members.index(rank), len(members), self._connections))
+                self._carried.append(s)
         self._all.guard.also_break(self._connections.cut)
         self._all.guard.also_break(self._local.flag_abort)
         self._issued = self._turn = 0
         self.bytes_between = 0
         """Gradient bytes this worker has handed to gloo for other machines; times 2(M-1)/M is what it sent."""
-        self._finalizer = weakref.finalize(self, _shut, self._all, self._local, self._connections)
+        self._finalizer = weakref.finalize(self, _shut, self._all, self._local, self._connections, self._groups)
 
     def averages(self, tensor: Tensor) -> bool:
         return self._local.averages(tensor)
@@ -92,17 +93,21 @@ class TwoLevel:
             low, high = slice_of(s, self._slices, mine.numel(), mine.element_size())
             for block in room.cut(low, high):
                 _gather(block, self._place, inner)
-            parts.append((s, low, high))
+            parts.append((low, high))
         while self._turn != turn:  # counterparts must meet in the same order
             yield
         self._turn += 1
-        works = [self._carried[s].allreduce([mine[low:high]], options_for(inner)) for s, low, high in parts if high > low]
-        self.bytes_between += sum(high - low for _, low, high in parts) * mine.element_size()
+        works = [
+            group.allreduce([mine[low:high]], options_for(inner))
+            for group, (low, high) in zip(self._groups, parts, strict=True)
+            if high > low
+        ]
+        self.bytes_between += sum(high - low for low, high in parts) * mine.element_size()
         while not all(work.is_completed() for work in works):
             yield
         for work in works:
             work.wait()
-        for _, low, high in parts:
+        for low, high in parts:
             if op == "mean":
                 mine[low:high].mul_(1.0 / self.size)
             for block in room.cut(low, high):
@@ -143,7 +148,7 @@ def _spread(block: list[Tensor], place: int) -> None:
             block[other].copy_(block[place])
 
 
-def _shut(everyone: TorchGroup, local: Shm, connections: Connections) -> None:
+def _shut(everyone: TorchGroup, local: Shm, connections: Connections, groups: list[Any]) -> None:
     local.close()
     everyone.close()
-    connections.close()
+    destroy_gloo(connections, groups)
