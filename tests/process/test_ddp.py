@@ -18,7 +18,7 @@ from tests.models import CNN, MLP, batch, build, digest, loss_of, part
 from tests.workers import run_workers
 
 # torch's Reducer, as the last owner of a gloo group, joins its threads while holding the GIL that they may
-# need: a deadlock in 1 of 10 destructions here. Workers end without destroying it.
+# need: a deadlock now and then, seen here. Workers end without destroying it.
 _kept: list[Any] = []
 
 
