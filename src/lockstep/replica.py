@@ -6,27 +6,26 @@ process launch. ``replicate`` is the public door; ``replica_of`` gives the handl
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
+from torch import nn
 
 from lockstep.comm.base import Comm
 from lockstep.comm.choose import open_comm
-from lockstep.comm.exchange import Broadcast, broadcast_in_place
+from lockstep.comm.exchange import broadcast_in_place
 from lockstep.errors import PeerError, UsageError
+from lockstep.grads.buffers import Buffers
 from lockstep.grads.comm_hook import Hook
 from lockstep.grads.hooks import GradHooks
+from lockstep.grads.module import Mark, claim, device_of, disclaim, parameters_of, sparse_of
 from lockstep.grads.reducer import Reducer, Share
 from lockstep.same import require_same
 
 M = TypeVar("M", bound=nn.Module)
-
-_claimed: Any = WeakIdKeyDictionary()  # parameters of live replicas
 
 
 @dataclass(frozen=True)
@@ -88,27 +87,26 @@ class Replica:
             raise UsageError(f"replicate() takes a torch.nn.Module, not {type(module).__name__}.")
         if _find(module) is not None:
             raise UsageError("this module is replicated already; its gradients would be averaged twice. Call it once.")
-        named = _parameters(module, settings.ignore)
+        named = parameters_of(module, settings.ignore)
         self._everything = [p for _, p in named]
         trainable = [(name, p) for name, p in named if p.is_floating_point() or p.is_complex()]
         self._params = [p for _, p in trainable]
-        self._buffers = _Buffers(module, settings.ignore)
+        self._buffers = Buffers(module, settings.ignore)
         self._syncs_buffers = settings.broadcast_buffers
         self._owns_comm = comm is None or isinstance(comm, str)
         if comm is None or isinstance(comm, str):
             trained = sum(p.nbytes for p in self._params if p.requires_grad)
-            comm = open_comm(_device(self._params), group=group, timeout_s=settings.timeout_s, kind=comm, need_bytes=trained)
+            comm = open_comm(device_of(self._params), group=group, timeout_s=settings.timeout_s, kind=comm, need_bytes=trained)
         self.comm: Comm = comm
         require_same(self.comm, named, self._buffers.named(), asdict(settings))
         if settings.init_sync:
             broadcast_in_place(self.comm, [*self._everything, *self._buffers.tensors()], 0, "the initial parameters")
         names = [name for name, _ in trainable]
-        self.reducer = Reducer(self._params, names, self.comm, int(settings.bucket_mb * (1 << 20)), _sparse(module, self._params))
+        self.reducer = Reducer(self._params, names, self.comm, int(settings.bucket_mb * (1 << 20)), sparse_of(module, self._params))
         self._hooks = GradHooks(self._params, self._begin, self.reducer.ready, self._end)
-        for param in self._everything:
-            _claimed[param] = True
+        claim(self._everything)
         self._joining: _Joining | None = None
-        self._mark = module.register_forward_hook(_Mark(self))
+        self._mark = module.register_forward_hook(Mark(self))
 
     @property
     def syncs(self) -> bool:
@@ -162,8 +160,7 @@ class Replica:
         """Unhook the module; it trains alone from here on. May be called twice."""
         self._hooks.remove()
         self._mark.remove()
-        for param in self._everything:
-            _claimed.pop(param, None)
+        disclaim(self._everything)
         if self._owns_comm:
             self.comm.close()
 
@@ -228,116 +225,8 @@ class _Joining:
         self.source = 0
 
 
-class _Buffers:
-    """The module's buffers, rewritten from one rank after every synced backward.
-
-    Torch rewrites them before each forward, which breaks a step with two forwards: the first
-    one's saved tensors have changed. At the end of backward those are gone; where a graph is still
-    alive (a second backward to come) the buffer is replaced by a new tensor instead, and the graph
-    keeps the old.
-    """
-
-    def __init__(self, module: nn.Module, ignore: Sequence[str]) -> None:
-        homes: dict[int, list[tuple[nn.Module, str]]] = {}
-        self._names: list[str] = []
-        for prefix, owner in module.named_modules():
-            for name, buffer in owner._buffers.items():
-                full = f"{prefix}.{name}" if prefix else name
-                if buffer is not None and full not in ignore:
-                    if id(buffer) not in homes:
-                        self._names.append(full)
-                    homes.setdefault(id(buffer), []).append((owner, name))
-        self._homes = list(homes.values())
-
-    def tensors(self) -> list[Tensor]:
-        found = (owner._buffers[name] for ((owner, name), *_) in self._homes)
-        return [tensor for tensor in found if tensor is not None]
-
-    def named(self) -> list[tuple[str, Tensor]]:
-        return list(zip(self._names, self.tensors(), strict=True))
-
-    def start(self, comm: Comm, source: int, step: int) -> Broadcast | None:
-        if comm.size == 1 or not self._homes:
-            return None
-        with torch.no_grad():
-            return Broadcast(comm, self.tensors(), source, f"the buffers after step {step}")
-
-    def finish(self, broadcast: Broadcast) -> None:
-        with torch.no_grad():
-            broadcast.finish(self._write)
-
-    def _write(self, old: Tensor, value: Tensor) -> None:
-        if old._use_count() == 1:  # type: ignore[attr-defined]
-            old.copy_(value)
-            return
-        fresh = value.clone()
-        for home in self._homes:
-            for owner, name in home:
-                if owner._buffers[name] is old:
-                    owner._buffers[name] = fresh
-
-
-class _Mark:
-    """The forward hook by which a module is known as a replica, and its outputs to autograd.
-
-    It copies and pickles as nothing: a deep copy of the model is not a replica.
-    """
-
-    def __init__(self, replica: Replica | None = None) -> None:
-        self.replica = replica
-
-    def __call__(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
-        if torch.compiler.is_compiling() or self.replica is None:
-            return
-        self.replica.watch_outputs(outputs)
-
-    def __deepcopy__(self, memo: Any) -> _Mark:
-        return _Mark()
-
-    def __reduce__(self) -> tuple[type[_Mark], tuple[()]]:
-        return _Mark, ()
-
-
 def _find(module: nn.Module) -> Replica | None:
     for hook in module._forward_hooks.values():
-        if isinstance(hook, _Mark) and hook.replica is not None:
-            return hook.replica
+        if isinstance(hook, Mark) and isinstance(hook.owner, Replica):
+            return hook.owner
     return None
-
-
-def _parameters(module: nn.Module, ignore: Sequence[str]) -> list[tuple[str, nn.Parameter]]:
-    """Each parameter once (tied ones have several names), in registration order."""
-    known = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    known |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
-    unknown = sorted(set(ignore) - known)
-    if unknown:
-        some = ", ".join(sorted(known)[:8])
-        raise UsageError(f"ignore names {unknown[0]!r}, which this module does not have. It has: {some}, ...")
-    found = []
-    for name, param in module.named_parameters():
-        if name in ignore:
-            continue
-        if isinstance(param, nn.parameter.UninitializedParameter):
-            raise UsageError(f"parameter {name} has no shape yet (a lazy module). Run one batch through it before replicate().")
-        if type(param.data) is not Tensor and type(param.data) is not nn.Parameter:
-            raise UsageError(f"parameter {name} is a {type(param.data).__name__}; only plain tensors can be replicated.")
-        if param in _claimed:
-            raise UsageError(
-                f"parameter {name} belongs to another replicated module already; it would be averaged twice. "
-                "Replicate the one module that contains both."
-            )
-        found.append((name, param))
-    if not any(param.is_floating_point() or param.is_complex() for _, param in found):
-        raise UsageError(f"this {type(module).__name__} has no parameters to train. Pass the model itself, not a loss.")
-    return found
-
-
-def _device(params: Sequence[Tensor]) -> torch.device:
-    """Where most of the work is: the first CUDA device among the parameters, else the CPU."""
-    return next((p.device for p in params if p.is_cuda), params[0].device)
-
-
-def _sparse(module: nn.Module, params: Sequence[Tensor]) -> frozenset[int]:
-    """Numbers of the parameters that will get sparse gradients."""
-    weights = {id(m.weight) for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse}
-    return frozenset(i for i, p in enumerate(params) if id(p) in weights)
