@@ -111,6 +111,7 @@ def run_workers(
 def _enter(body: Callable[..., Any], rank: int, size: int, args: tuple[Any, ...], world: dict[str, str], pipe: Connection) -> None:
     import torch
 
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # may start data loaders
     faulthandler.register(signal.SIGUSR1, file=sys.__stderr__, all_threads=True)
     for key in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(key, None)

@@ -15,6 +15,7 @@ _HOME = {
     "InvariantError": "lockstep.errors",
     "LockstepError": "lockstep.errors",
     "PeerError": "lockstep.errors",
+    "Run": "lockstep.run",
     "UsageError": "lockstep.errors",
     "World": "lockstep.world",
     "replica_of": "lockstep.replica",
@@ -26,6 +27,7 @@ __all__ = [
     "InvariantError",
     "LockstepError",
     "PeerError",
+    "Run",
     "UsageError",
     "World",
     "replica_of",
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from lockstep.ddp import DistributedDataParallel
     from lockstep.errors import InvariantError, LockstepError, PeerError, UsageError
     from lockstep.replica import replica_of, replicate
+    from lockstep.run import Run
     from lockstep.world import World
 
 

@@ -95,6 +95,11 @@ def require_comm(name: str, whose: str) -> str:
     return name
 
 
+def ask_cublas_to_repeat() -> None:
+    """cuBLAS gives the same bits again only if told so before its first use. A value of the user's own stays."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
 def machine_name() -> str:
     """Equal for two processes exactly if they can see each other: one kernel, and one process namespace."""
     try:

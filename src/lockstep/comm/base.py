@@ -15,6 +15,8 @@ from typing import Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from lockstep.plan.tree import Fold
+
 Op = Literal["sum", "mean", "max"]
 
 
@@ -47,6 +49,15 @@ class Comm(Protocol):
 
     def reduce(self, tensor: Tensor, op: Op, what: str) -> Pending:
         """All-reduce a contiguous tensor in place."""
+
+    def fold(self, tensor: Tensor, fold: Fold, scale: float | None, what: str) -> Pending:
+        """All-reduce along one fixed tree (plan/tree.py): bit-equal for every dealing of lanes.
+
+        ``tensor`` is contiguous and flat, ``fold.width`` rows of n elements, best from ``buffer``. This rank's values of
+        ``fold.held[rank]`` are its first rows; what lies in the others does not matter. Afterwards row 0 of every rank
+        is the root's value times ``scale`` (None: unscaled), and the other rows are undefined. Every addition is
+        rounded in the tensor's own dtype. Give the same ``fold`` from step to step: what it needs is prepared once.
+        """
 
     def broadcast(self, tensor: Tensor, source: int, what: str) -> Pending:
         """Overwrite a contiguous tensor with the source rank's."""

@@ -5,6 +5,7 @@ Knows nothing of gradients. Everything here is collective: all ranks must call i
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 
 import torch
@@ -25,7 +26,7 @@ def gather_bytes(comm: Comm, payload: bytes, what: str) -> list[bytes]:
         mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
     everyone = torch.zeros(comm.size, longest, dtype=torch.uint8)
     comm.all_gather(everyone, mine, what).wait()
-    return [bytes(everyone[r, : int(lengths[r, 0])].tolist()) for r in range(comm.size)]
+    return [ctypes.string_at(everyone[r].data_ptr(), int(lengths[r, 0])) for r in range(comm.size)]
 
 
 class Broadcast:

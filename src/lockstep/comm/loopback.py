@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from lockstep.comm.base import Op, Pending
+from lockstep.comm.fold import check_fold, fold_here, rows_of, values_of
 from lockstep.errors import InvariantError, PeerError, UsageError
+from lockstep.plan.tree import Fold
 
 
 @dataclass
@@ -25,6 +27,7 @@ class _Round:
     kind: str
     what: str
     source: int
+    plan: tuple[Fold, float | None] | None = None
     brought: dict[int, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
     over: bool = False
 
@@ -50,12 +53,12 @@ class Hub:
             self.broken = self.broken or error
             self.changed.notify_all()
 
-    def bring(self, index: int, kind: str, what: str, source: int, rank: int, pair: tuple[Tensor, Tensor | None]) -> _Round:
+    def bring(self, index: int, mine: _Round, rank: int, pair: tuple[Tensor, Tensor | None]) -> _Round:
         with self.changed:
-            round_ = self.rounds.setdefault(index, _Round(kind, what, source))
-            if (round_.kind, round_.source) != (kind, source):
+            round_ = self.rounds.setdefault(index, mine)
+            if (round_.kind, round_.source, round_.plan) != (mine.kind, mine.source, mine.plan):
                 error = PeerError(
-                    f"rank {rank} is at {what!r} ({kind}) where others are at {round_.what!r} ({round_.kind})", (rank,)
+                    f"rank {rank} is at {mine.what!r} ({mine.kind}) where others are at {round_.what!r} ({round_.kind})", (rank,)
                 )
                 self.broken = self.broken or error
                 self.changed.notify_all()
@@ -70,7 +73,7 @@ class Hub:
 
 
 def _perform(round_: _Round, size: int) -> None:
-    if size == 1 and round_.kind != "gather":
+    if size == 1 and round_.kind not in ("gather", "fold"):
         return
     tensors = [round_.brought[r][0] for r in range(size)]
     with torch.no_grad():
@@ -82,6 +85,12 @@ def _perform(round_: _Round, size: int) -> None:
                 total.div_(size)
             for tensor in tensors:
                 tensor.copy_(total)
+        elif round_.kind == "fold":
+            assert round_.plan is not None
+            fold, scale = round_.plan
+            rows = [rows_of(tensor, fold.width) for tensor in tensors]
+            values = [value.clone() for value in values_of(rows, fold)]
+            fold_here(values, fold, scale, [mine[0] for mine in rows])
         elif round_.kind == "broadcast":
             for rank, tensor in enumerate(tensors):
                 if rank != round_.source:
@@ -146,6 +155,10 @@ class Loopback:
     def reduce(self, tensor: Tensor, op: Op, what: str) -> Pending:
         return self._enter(op, what, -1, (tensor, None))
 
+    def fold(self, tensor: Tensor, fold: Fold, scale: float | None, what: str) -> Pending:
+        check_fold(tensor, fold, self.size)
+        return self._enter("fold", what, -1, (tensor, None), (fold, scale))
+
     def broadcast(self, tensor: Tensor, source: int, what: str) -> Pending:
         return self._enter("broadcast", what, source, (tensor, None))
 
@@ -155,7 +168,14 @@ class Loopback:
     def barrier(self, what: str = "a barrier") -> None:
         self._enter("barrier", what, -1, (torch.empty(0), None)).wait()
 
-    def _enter(self, kind: str, what: str, source: int, pair: tuple[Tensor, Tensor | None]) -> Pending:
+    def _enter(
+        self,
+        kind: str,
+        what: str,
+        source: int,
+        pair: tuple[Tensor, Tensor | None],
+        plan: tuple[Fold, float | None] | None = None,
+    ) -> Pending:
         if self._closed:
             raise UsageError(f"rank {self.rank} used its comm for {what} after closing it.")
         if self.hub.broken is not None:
@@ -166,7 +186,7 @@ class Loopback:
             error = PeerError(f"rank {self.rank} died before {what}, as its script told it to.", (self.rank,))
             self.hub.break_with(error)
             raise error
-        return _LoopbackPending(self.hub, self.hub.bring(index, kind, what, source, self.rank, pair), self.rank)
+        return _LoopbackPending(self.hub, self.hub.bring(index, _Round(kind, what, source, plan), self.rank, pair), self.rank)
 
     def progress(self) -> None:
         return None

@@ -7,9 +7,10 @@ from torch import Tensor
 
 from lockstep.comm.base import Op
 from lockstep.comm.flags import LINE_BYTES, PlainCounters
+from lockstep.comm.fold import BLOCK_BYTES, Block, fold_blocks, rows_of, values_of
 from lockstep.comm.segment import Segment
+from lockstep.plan.tree import Fold
 
-BLOCK_BYTES = 1 << 18  # two blocks fit a small second-level cache
 PAGE_BYTES = 4096
 
 
@@ -28,11 +29,21 @@ class Room:
         start, stride = self.layout(size, numel, dtype, counters)
         self.buffers = [torch.frombuffer(segment.memory, dtype=dtype, count=numel, offset=start + r * stride) for r in range(size)]
         self.blocks = self.cut(*slice_of(rank, size, numel, dtype.itemsize))
+        self._folds: dict[Fold, list[Block]] = {}
 
     def cut(self, low: int, high: int) -> list[list[Tensor]]:
         """Elements low to high of all buffers, in blocks that fit the cache: for each block every rank's view."""
         step = max(1, BLOCK_BYTES // self.dtype.itemsize)
         return [[b[at : min(at + step, high)] for b in self.buffers] for at in range(low, high, step)]
+
+    def fold_blocks(self, fold: Fold) -> list[Block]:
+        """My slice of every rank's rows; the totals go to all ranks' first rows. Made once for each fold."""
+        found = self._folds.get(fold)
+        if found is None:
+            rows = [rows_of(buffer, fold.width) for buffer in self.buffers]
+            low, high = slice_of(self.rank, len(rows), rows[0].shape[1], rows[0].element_size())
+            found = self._folds[fold] = fold_blocks(values_of(rows, fold), fold, [mine[0] for mine in rows], low, high)
+        return found
 
     def deposit(self) -> int:
         """My buffer is filled: others may read it, and write my result into it. Returns this use's number."""

@@ -14,7 +14,8 @@ next deposit needs no further barrier.
 
 Nothing blocks in a hook: an operation is a generator that gives up where it would wait, and every
 later call into the comm lets all of them go on. Tensors that do not lie in a shared bucket travel
-through a *channel*, a segment with a slot per worker, chunk by chunk.
+through a *channel* (comm/channel.py), chunk by chunk. A fold works on a bucket of several rows: rank
+r runs the tree on slice r of all of them, in place, and writes the total to all first rows.
 
 Death is seen from the process descriptors of the others within milliseconds; who stands still is
 found by timeout (comm/watch.py). A generation's segments are its own: a worker that wakes up after
@@ -27,26 +28,25 @@ import os
 import time
 import warnings
 import weakref
-import zlib
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.comm.base import Op, Pending, bits, real
+from lockstep.comm.channel import SLOT_BYTES, Channel
 from lockstep.comm.flags import PlainCounters, counters_for
+from lockstep.comm.fold import BLOCK_BYTES, check_fold, fold_here, rows_of, values_of
 from lockstep.comm.guard import Guard
 from lockstep.comm.peers import Peers
-from lockstep.comm.room import BLOCK_BYTES, PAGE_BYTES, Room, combine, round_up, sum_into
+from lockstep.comm.room import Room, combine, sum_into
+from lockstep.comm.running import Running, Steps
 from lockstep.comm.segment import Segment, SegmentError
 from lockstep.comm.store import await_ranks
 from lockstep.errors import PeerError
-
-Steps = Generator[None, None, None]
-
-SLOT_BYTES = 1 << 20
+from lockstep.plan.tree import Fold
 
 
 class Shm:
@@ -72,14 +72,14 @@ class Shm:
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
         self._counters = counters or counters_for()
         self._rooms: dict[int, Room] = {}
-        self._running: list[_Running] = []
-        self._queue: deque[_Running] = deque()  # operations that use the channel: one at a time, in order
+        self._running: list[Running] = []
+        self._queue: deque[Running] = deque()  # operations that use the channel: one at a time, in order
         self._crowded = size > len(os.sched_getaffinity(0))
         self._warned = False
         await_ranks(store, rank, size, timeout_s)
-        self._open_channel(store)
+        self._channel = Channel(store, rank, size, self._counters)
         self._peers = Peers(store, rank, size)
-        aborted = self._aborted  # the guard's thread must not keep this comm alive
+        aborted = self._channel.aborted  # the guard's thread must not keep this comm alive
         self.flag_abort: Callable[[], None] = lambda: aborted.publish(rank, 1)
         self._guard = guard or Guard(store, rank, size, self.flag_abort)
         self._finalizer = weakref.finalize(self, _shut, self._guard, self._peers)
@@ -89,43 +89,6 @@ class Shm:
             except SegmentError:
                 self.close()
                 raise
-
-    # -- the channel -------------------------------------------------------------------------
-
-    def _open_channel(self, store: dist.Store) -> None:
-        head = self._counters.nbytes(self.size)
-        start = round_up(3 * head + 8 * self.size, PAGE_BYTES)
-        segment = _share(store, self.rank, self.size, start + self.size * SLOT_BYTES)
-        first = self.rank == 0
-        self._written, self._read, self._aborted = (self._counters(segment.memory, k * head, self.size, first) for k in range(3))
-        self._slots = [
-            torch.frombuffer(segment.memory, dtype=torch.uint8, count=SLOT_BYTES, offset=start + r * SLOT_BYTES)
-            for r in range(self.size)
-        ]
-        self._tags = memoryview(segment.memory).cast("q")[3 * head // 8 : 3 * head // 8 + self.size]
-        self._chunk = 0
-        if first:
-            store.set("channel/ready", "1")  # the counters are initialised
-        store.wait(["channel/ready"])
-
-    def _exchange(self, kind: str, nbytes: int, write: Callable[[int, Tensor], None], read: Callable[[int, int], None]) -> Steps:
-        """Chunk by chunk: ``write(offset, slot)`` fills my slot, then ``read(offset, length)`` may look at all of them."""
-        tag = zlib.crc32(kind.encode()) << 24 ^ nbytes
-        for offset in range(0, max(1, nbytes), SLOT_BYTES):
-            self._chunk += 1
-            chunk = self._chunk
-            while not self._read.reached(chunk - 1):
-                yield
-            length = min(SLOT_BYTES, nbytes - offset)
-            write(offset, self._slots[self.rank][:length])
-            self._tags[self.rank] = tag
-            self._written.publish(self.rank, chunk)
-            while not self._written.reached(chunk):
-                yield
-            if any(other != tag for other in self._tags.tolist()):
-                raise RuntimeError("ranks are at different operations, or at tensors of different sizes")
-            read(offset, length)
-            self._read.publish(self.rank, chunk)
 
     # -- the protocol ------------------------------------------------------------------------
 
@@ -161,6 +124,14 @@ class Shm:
             return self._enqueue(self._reduce_foreign(tensor, op), count, what)
         return self.start(self._reduce_room(room, op), count, what)
 
+    def fold(self, tensor: Tensor, fold: Fold, scale: float | None, what: str) -> Pending:
+        count = self._guard.enter(what)
+        check_fold(tensor, fold, self.size)
+        room = self.room_of(tensor)
+        if room is None:
+            return self._enqueue(self._fold_foreign(tensor, fold, scale), count, what)
+        return self.start(self._fold_room(room, fold, scale), count, what)
+
     def room_of(self, tensor: Tensor) -> Room | None:
         """The shared bucket that this tensor is, or None."""
         room = self._rooms.get(tensor.data_ptr()) if not tensor.is_cuda else None
@@ -168,7 +139,7 @@ class Shm:
 
     def start(self, steps: Steps, count: int, what: str) -> Pending:
         """Run ``steps`` as far as they go; the rest happens in later calls."""
-        running = _Running(self, steps, count, what)
+        running = Running(self, steps, count, what)
         self._running.append(running)
         self.progress()
         return running
@@ -183,9 +154,9 @@ class Shm:
 
         def read(offset: int, length: int) -> None:
             if self.rank != source:
-                data[offset : offset + length].copy_(self._slots[source][:length])
+                data[offset : offset + length].copy_(self._channel.slots[source][:length])
 
-        return self._enqueue(self._exchange(f"broadcast from {source}", data.numel(), write, read), count, what)
+        return self._enqueue(self._channel.exchange(f"broadcast from {source}", data.numel(), write, read), count, what)
 
     def all_gather(self, output: Tensor, tensor: Tensor, what: str) -> Pending:
         count = self._guard.enter(what)
@@ -193,14 +164,16 @@ class Shm:
         outputs = [bits(output[r]) for r in range(self.size)]
 
         def read(offset: int, length: int) -> None:
-            for out, slot in zip(outputs, self._slots, strict=True):
+            for out, slot in zip(outputs, self._channel.slots, strict=True):
                 out[offset : offset + length].copy_(slot[:length])
 
-        return self._enqueue(self._exchange("gather", data.numel(), lambda at, slot: _fill(slot, data, at), read), count, what)
+        return self._enqueue(
+            self._channel.exchange("gather", data.numel(), lambda at, slot: _fill(slot, data, at), read), count, what
+        )
 
     def barrier(self, what: str = "a barrier") -> None:
         count = self._guard.enter(what)
-        self._enqueue(self._exchange("barrier", 0, lambda at, slot: None, lambda at, length: None), count, what).wait()
+        self._enqueue(self._channel.exchange("barrier", 0, lambda at, slot: None, lambda at, length: None), count, what).wait()
 
     def progress(self) -> None:
         """Let everything in flight go on as far as it can without waiting."""
@@ -208,6 +181,11 @@ class Shm:
             self._running = [running for running in self._running if not running.go_on()]
         while self._queue and self._queue[0].go_on():
             self._queue.popleft()
+
+    def go_on(self) -> bool:
+        """``progress``, and whether something is still in flight."""
+        self.progress()
+        return bool(self._running or self._queue)
 
     def abort(self, reason: str) -> None:
         self._guard.fail(PeerError(reason))
@@ -235,14 +213,44 @@ class Shm:
         scale = 1.0 / self.size if op == "mean" else None
 
         def read(offset: int, length: int) -> None:
-            parts = [slot[:length].view(wire.dtype) for slot in self._slots]
+            parts = [slot[:length].view(wire.dtype) for slot in self._channel.slots]
             at = offset // wire.element_size()
             sum_into(wire[at : at + parts[0].numel()], parts, op, scale)
 
-        return self._exchange(f"{op} of {wire.dtype}", data.numel(), lambda at, slot: _fill(slot, data, at), read)
+        return self._channel.exchange(f"{op} of {wire.dtype}", data.numel(), lambda at, slot: _fill(slot, data, at), read)
 
-    def _enqueue(self, steps: Steps, count: int, what: str) -> _Running:
-        running = _Running(self, steps, count, what)
+    def _fold_room(self, room: Room, fold: Fold, scale: float | None) -> Steps:
+        epoch = room.deposit()
+        while not room.deposited.reached(epoch):
+            yield
+        for block in room.fold_blocks(fold):
+            block.run(scale)
+        room.reduced.publish(self.rank, epoch)
+        while not room.reduced.reached(epoch):
+            yield
+
+    def _fold_foreign(self, tensor: Tensor, fold: Fold, scale: float | None) -> Steps:
+        """Any tensor: everybody reads some columns of everybody's rows and runs the whole tree on them."""
+        rows, held = rows_of(tensor, fold.width), len(fold.held[self.rank])
+        column_bytes = fold.width * rows.element_size()
+
+        def columns(offset: int, length: int) -> slice:
+            return slice(offset // column_bytes, (offset + length) // column_bytes)
+
+        def write(offset: int, slot: Tensor) -> None:
+            rows_of(slot.view(rows.dtype), fold.width)[:held].copy_(rows[:held, columns(offset, slot.numel())])
+
+        def read(offset: int, length: int) -> None:
+            everyone = [rows_of(slot[:length].view(rows.dtype), fold.width) for slot in self._channel.slots]
+            total = torch.empty_like(everyone[0][0])
+            fold_here([value.clone() for value in values_of(everyone, fold)], fold, scale, [total])
+            rows[0, columns(offset, length)].copy_(total)
+
+        step_bytes = max(1, SLOT_BYTES // column_bytes) * column_bytes
+        return self._channel.exchange(f"fold of {fold.width} x {rows.dtype}", rows.nbytes, write, read, step_bytes)
+
+    def _enqueue(self, steps: Steps, count: int, what: str) -> Running:
+        running = Running(self, steps, count, what)
         self._queue.append(running)
         self.progress()
         return running
@@ -276,7 +284,7 @@ class Shm:
 
     # -- waiting -----------------------------------------------------------------------------
 
-    def await_(self, running: _Running, timeout_s: float | None) -> None:
+    def await_(self, running: Running, timeout_s: float | None) -> None:
         """Spin a little, then let others have the core, then sleep; look for aborts, deaths and the clock."""
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         began = time.monotonic()
@@ -299,11 +307,11 @@ class Shm:
                 looked_at = now
                 self._look_around(running, now - began, limit_s)
 
-    def explain(self, running: _Running, error: RuntimeError) -> PeerError:
+    def explain(self, running: Running, error: RuntimeError) -> PeerError:
         return self._guard.explain(running.count, running.what, 0.0, str(error).splitlines()[0][:160])
 
-    def _look_around(self, running: _Running, waited_s: float, limit_s: float) -> None:
-        if max(self._aborted.read()):
+    def _look_around(self, running: Running, waited_s: float, limit_s: float) -> None:
+        if max(self._channel.aborted.read()):
             raise self._guard.explain(running.count, running.what, waited_s, "another worker aborted")
         dead = self._peers.dead()
         if dead:
@@ -312,63 +320,6 @@ class Shm:
             )
         if waited_s > limit_s:
             raise self._guard.explain(running.count, running.what, waited_s)
-
-
-class _Running:
-    """An operation in flight: a generator that yields where it would wait."""
-
-    __slots__ = ("_comm", "_done", "_error", "_steps", "count", "what")
-
-    def __init__(self, comm: Shm, steps: Steps, count: int, what: str) -> None:
-        self._comm, self._steps, self.count, self.what = comm, steps, count, what
-        self._done = False
-        self._error: RuntimeError | None = None
-
-    def go_on(self) -> bool:
-        """Run until it waits or ends; whether it has ended."""
-        if not self._done:
-            try:
-                next(self._steps)
-            except StopIteration:
-                self._done = True
-            except RuntimeError as error:  # raised for the one who waits, not for whoever called in
-                self._error, self._done = error, True
-                self._comm.explain(self, error)
-        return self._done
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        if not self._done:
-            self._comm.await_(self, timeout_s)
-        if self._error is not None:
-            raise self._comm.explain(self, self._error) from self._error
-
-    def done(self) -> bool:
-        return self._done
-
-
-def _share(store: dist.Store, rank: int, size: int, nbytes: int) -> Segment:
-    """The first segment, through the store. Every rank raises the same ``SegmentError`` if one cannot map it."""
-    segment, answer = None, "ok"
-    try:
-        if rank == 0:
-            segment = Segment.create(nbytes)
-            store.set("channel/address", segment.address)
-        else:
-            address = store.get("channel/address").decode()
-            if not address:
-                raise SegmentError("rank 0 could not make it")
-            segment = Segment.open(address, nbytes)
-    except SegmentError as error:
-        answer = error.reason
-        if rank == 0:
-            store.set("channel/address", "")
-    store.set(f"channel/answer/{rank}", answer)
-    answers = [store.get(f"channel/answer/{r}").decode() for r in range(size)]
-    refused = [a for a in answers if a != "ok"]
-    if refused or segment is None:
-        raise SegmentError(refused[0])
-    segment.seal()
-    return segment
 
 
 def _fill(slot: Tensor, data: Tensor, at: int) -> None:

@@ -1,7 +1,8 @@
 """A Comm over torch process groups: gloo for the host's memory, NCCL (or gloo) for CUDA's.
 
 One object is one generation: groups are built for it under a fresh store prefix and end with it.
-Knows nothing of buckets or steps beyond the ``what`` it prints.
+Knows nothing of buckets or steps beyond the ``what`` it prints. A fold (comm/fold_wire.py) needs this
+thread between its two stages: it is a generator, as in shm.py, and NCCL's is a queue on a stream.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -19,10 +21,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.comm.base import Op, Pending, bits, real
+from lockstep.comm.fold import check_fold, fold_here, rows_of
+from lockstep.comm.fold_stream import fold_on_stream
+from lockstep.comm.fold_wire import Mesh, Spare, Wire, finish, pieces, through_host
 from lockstep.comm.guard import Guard
+from lockstep.comm.running import Done, Running, Steps, Turns
 from lockstep.comm.sockets import Connections
 from lockstep.comm.store import await_ranks
+from lockstep.comm.waits import CudaPending, GlooPending, Recorded, first_line, slice_of_wait
 from lockstep.errors import PeerError, UsageError
+from lockstep.plan.tree import Fold
 
 
 def _options(op: Any) -> dist.AllreduceOptions:
@@ -36,7 +44,6 @@ _OPTIONS: dict[Op, dist.AllreduceOptions] = {
     "mean": _options(dist.ReduceOp.AVG),
     "max": _options(dist.ReduceOp.MAX),
 }
-_SLICE_S = 0.5  # a wait looks up this often, so that Ctrl-C gets through
 _BACKSTOP = timedelta(days=7)  # our own waits time out and name the rank; gloo's timeout never should
 
 
@@ -63,8 +70,15 @@ class TorchGroup:
         device: torch.device | None = None,
     ) -> None:
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
-        self._in_flight: deque[_CudaPending] = deque()
+        self._in_flight: deque[CudaPending] = deque()
         self._in_flight_lock = threading.Lock()
+        self._running: list[Running] = []  # folds over gloo
+        self._returning = Turns()
+        self._spare = Spare()
+        self.beside: Callable[[], bool] | None = None
+        """What a wait lets go on instead of our own folds, where this is part of a larger comm: see ``GlooPending``."""
+        self._side: torch.cuda.Stream | None = None  # where NCCL's folds are added
+        self._store = store
         store.set_timeout(timedelta(seconds=timeout_s))
         await_ranks(store, rank, size, timeout_s)
         self._connections = Connections()
@@ -102,6 +116,20 @@ class TorchGroup:
             wire.mul_(1.0 / self.size)
         return self._issue("allreduce", ([wire], options_for(op)), tensor, count, what)
 
+    def fold(self, tensor: Tensor, fold: Fold, scale: float | None, what: str) -> Pending:
+        count = self.guard.enter(what)
+        check_fold(tensor, fold, self.size)
+        if self.size == 1:
+            rows = rows_of(tensor, fold.width)
+            fold_here(rows[: len(fold.held[0])].unbind(), fold, scale, [rows[0]])
+            return Done()
+        if tensor.is_cuda and self._nccl is not None:
+            return self._fold_on_stream(tensor, fold, scale, count, what)
+        if not self.can_fold:
+            self.barrier(what)  # nobody connects before all have come: this wait ends and names who has not
+            self.prepare_to_fold()
+        return through_host(tensor, fold, self.rank, lambda host: self._start(host, fold, scale, count, what))
+
     def broadcast(self, tensor: Tensor, source: int, what: str) -> Pending:
         count = self.guard.enter(what)
         options = dist.BroadcastOptions()
@@ -117,7 +145,15 @@ class TorchGroup:
         self.reduce(torch.zeros(1), "sum", what).wait()
 
     def progress(self) -> None:
-        return None  # gloo and NCCL have threads of their own
+        """gloo and NCCL have threads of their own; folds over gloo have not."""
+        if self._running:
+            self._running = [running for running in self._running if not running.go_on()]
+
+    def _meanwhile(self) -> bool:
+        if self.beside is not None:
+            return self.beside()
+        self.progress()
+        return bool(self._running)
 
     def abort(self, reason: str) -> None:
         """Break every pending wait of this rank, and through the closed connections everybody's."""
@@ -128,16 +164,85 @@ class TorchGroup:
 
     def _issue(self, operation: str, arguments: tuple[Any, ...], tensor: Tensor, count: int, what: str) -> Pending:
         if tensor.is_cuda and self._nccl is not None:
-            pending = _CudaPending(self, getattr(self._nccl, operation)(*arguments), count, what)
-            self._in_flight.append(pending)
-            if len(self._in_flight) > 32:  # a work keeps its tensors alive, so not many
-                self._forget_finished()
-            return pending
+            return self._track(getattr(self._nccl, operation)(*arguments), count, what)
         try:
             work = getattr(self._gloo[0], operation)(*arguments)
         except RuntimeError as error:  # the peer's connection was gone before we began
             raise self.guard.explain(count, what, 0.0, first_line(error)) from error
-        return _GlooPending(self, work, count, what)
+        return GlooPending(self.guard, self.timeout_s, work, count, what, self._meanwhile)
+
+    # -- folds -------------------------------------------------------------------------------
+
+    @property
+    def can_fold(self) -> bool:
+        return len(self._gloo) > 1
+
+    def prepare_to_fold(self) -> None:
+        """Connect the group that results come back on. All ranks must call it, at the same time: none waits long."""
+        with connecting(self.guard):
+            self._gloo.append(build_gloo(dist.PrefixStore("results", self._store), self.rank, self.size, self._connections))
+
+    def _start(self, tensor: Tensor, fold: Fold, scale: float | None, count: int, what: str) -> Running:
+        running = Running(self, self.fold_steps(tensor, fold, scale, count, what), count, what)
+        self._running.append(running)
+        self.progress()
+        return running
+
+    def fold_steps(self, tensor: Tensor, fold: Fold, scale: float | None, count: int, what: str) -> Steps:
+        """A fold of host memory for somebody else to drive. What this rank sends leaves at once, in the order of the calls."""
+        rows = rows_of(tensor, fold.width)
+        mesh = Mesh(self.rank, self.size, Wire(self._gloo, 0), Wire(self._gloo, 1), self._spare)
+        parts = pieces(mesh, rows[: len(fold.held[self.rank])].unbind(), fold, rows[0])
+        turn = self._returning.take()
+        try:
+            for piece in parts:
+                piece.scatter()
+        except RuntimeError as error:  # the peer's connection was gone before we began
+            raise self.guard.explain(count, what, 0.0, first_line(error)) from error
+        return finish(parts, scale, self._returning, turn)
+
+    def _fold_on_stream(self, tensor: Tensor, fold: Fold, scale: float | None, count: int, what: str) -> Pending:
+        """All of it is given to a side stream now: a backward goes on meanwhile."""
+        with torch.cuda.device(tensor.device):
+            if self._side is None:
+                self._side = torch.cuda.Stream()
+            self._side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._side):
+                fold_on_stream(self._nccl, self.rank, self.size, tensor, fold, scale)
+            tensor.record_stream(self._side)
+            return self._track(Recorded(self._side, tensor.device), count, what)
+
+    def await_(self, running: Running, timeout_s: float | None) -> None:
+        """Block on the oldest fold's work, since the others take their turns after it, and look up now and then."""
+        limit_s = self.timeout_s if timeout_s is None else timeout_s
+        started = time.monotonic()
+        while True:
+            self.progress()
+            if running.done():
+                return
+            if self.guard.error is not None:
+                raise self.guard.again()
+            waited_s = time.monotonic() - started
+            if waited_s >= limit_s:
+                raise self.guard.explain(running.count, running.what, waited_s)
+            work = self._running[0].waits_for
+            assert work is not None, "the oldest fold waits for nobody's turn"
+            try:
+                work.wait(slice_of_wait(limit_s - waited_s, len(self._running) > 1))
+            except RuntimeError:
+                continue  # the slice is over, or the work failed: its steps find out
+
+    def explain(self, running: Running, error: RuntimeError) -> PeerError:
+        return self.guard.explain(running.count, running.what, 0.0, first_line(error))
+
+    # -- CUDA --------------------------------------------------------------------------------
+
+    def _track(self, work: Any, count: int, what: str) -> CudaPending:
+        pending = CudaPending(self.guard, work, count, what)
+        self._in_flight.append(pending)
+        if len(self._in_flight) > 32:  # a work keeps its tensors alive, so not many
+            self._forget_finished()
+        return pending
 
     def _check_cuda(self) -> None:
         """From the watch thread: CUDA waits never block the host, so nobody else would notice."""
@@ -145,56 +250,11 @@ class TorchGroup:
         if head is not None and head.waited_s() > self.timeout_s:
             self.guard.explain(head.count, head.what, head.waited_s())
 
-    def _forget_finished(self) -> _CudaPending | None:
+    def _forget_finished(self) -> CudaPending | None:
         with self._in_flight_lock:
             while self._in_flight and self._in_flight[0].done():
                 self._in_flight.popleft()
             return self._in_flight[0] if self._in_flight else None
-
-
-class _GlooPending:
-    def __init__(self, comm: TorchGroup, work: Any, count: int, what: str) -> None:
-        self._comm, self._work, self._count, self._what = comm, work, count, what
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        limit_s = self._comm.timeout_s if timeout_s is None else timeout_s
-        started = time.monotonic()
-        while True:
-            waited_s = time.monotonic() - started
-            slice_s = max(0.001, min(_SLICE_S, limit_s - waited_s))
-            try:
-                self._work.wait(timedelta(seconds=slice_s))
-                return
-            except RuntimeError as error:
-                waited_s = time.monotonic() - started
-                if self._work.is_completed():
-                    if self._work.exception() is None:
-                        return  # it ended just after its slice did
-                    raise self._comm.guard.explain(self._count, self._what, waited_s, first_line(error)) from error
-                if waited_s >= limit_s:
-                    raise self._comm.guard.explain(self._count, self._what, waited_s) from None
-
-    def done(self) -> bool:
-        return bool(self._work.is_completed())
-
-
-class _CudaPending:
-    def __init__(self, comm: TorchGroup, work: Any, count: int, what: str) -> None:
-        self._comm, self._work, self.count, self.what = comm, work, count, what
-        self._since: float | None = None
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        """The current stream waits; the host goes on. The watch thread holds the clock."""
-        if self._comm.guard.error is not None:
-            raise self._comm.guard.again()
-        self._work.wait()
-        self._since = time.monotonic()
-
-    def waited_s(self) -> float:
-        return 0.0 if self._since is None else time.monotonic() - self._since
-
-    def done(self) -> bool:
-        return bool(self._work.is_completed())
 
 
 def build_gloo(store: dist.Store, rank: int, size: int, connections: Connections) -> Any:
@@ -203,8 +263,15 @@ def build_gloo(store: dist.Store, rank: int, size: int, connections: Connections
         return dist.ProcessGroupGloo(store, rank, size, _BACKSTOP)
 
 
-def first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:160]
+@contextmanager
+def connecting(guard: Guard) -> Iterator[None]:
+    """Around groups that are built in the middle of a comm's life: a failure is explained, and an abort is not missed."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise guard.explain(guard.watch.count, "the connections for folds", 0.0, first_line(error)) from error
+    if guard.error is not None:
+        raise guard.again()
 
 
 def _breaker(connections: Connections, nccl: Any) -> Callable[[], None]:

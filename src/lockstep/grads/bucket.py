@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lockstep.comm.base import Comm, real
+from lockstep.grads.scale import multiply
 from lockstep.plan.buckets import BucketSpec
 
 _FUSE_BYTES = 1 << 16  # above this, one pass that copies and scales beats two passes in cache
@@ -32,7 +33,7 @@ class Bucket:
         self.wire = comm.buffer((spec.numel + spec.control) * per_element, real(first.detach()).dtype, first.device)
         memory = torch.view_as_complex(self.wire.view(-1, 2)) if first.is_complex() else self.wire
         self.flat, self.control = memory[: spec.numel], memory[spec.numel :]
-        self.views = [_like(memory, slot.offset, param) for slot, param in zip(spec.slots, self.params, strict=True)]
+        self.views = [like(memory, slot.offset, param) for slot, param in zip(spec.slots, self.params, strict=True)]
         self._ones = torch.ones_like(self.control)
         # On the host a launch is cheap and memory is not: copy while gradients are in cache, and give their
         # pages back at once. On a device it is the other way round: one copy per bucket.
@@ -118,7 +119,7 @@ class Bucket:
         if views:
             torch._foreach_copy_(views, grads)
         if scale is not None and (views or in_place):
-            torch._foreach_mul_(views + in_place, scale)
+            multiply(views + in_place, scale)
         self._waiting = []
 
     def mark_present(self, absent: Sequence[int]) -> None:
@@ -132,7 +133,7 @@ class Bucket:
         return [value != 0 for value in self.control.tolist()]
 
 
-def _like(memory: Tensor, offset: int, param: Tensor) -> Tensor:
+def like(memory: Tensor, offset: int, param: Tensor) -> Tensor:
     """A view with the parameter's shape, and its strides where they are dense (channels_last, say)."""
     if _is_dense(param):
         return memory.as_strided(param.shape, param.stride(), offset + memory.storage_offset())

@@ -39,10 +39,9 @@ from lockstep.comm.base import Comm, Op, Pending
 from lockstep.errors import InvariantError, UsageError
 from lockstep.grads.bucket import Bucket
 from lockstep.grads.comm_hook import Hook, run_hook
+from lockstep.grads.layout import sentinels, specs_of
 from lockstep.grads.sparse import reduce_sparse
-from lockstep.plan.buckets import BucketPlan, ParamSpec, plan_buckets
-
-_HOST_BATCH_BYTES = 1 << 20
+from lockstep.plan.buckets import BucketPlan, plan_buckets
 
 
 class State(enum.Enum):
@@ -84,9 +83,7 @@ class Reducer:
         self.step = 0
         self._params, self._names, self._comm, self._cap_bytes = params, names, comm, cap_bytes
         self._sparse = sorted(sparse)
-        self._specs = [
-            ParamSpec(name, p.numel(), p.element_size(), str(p.dtype), str(p.device)) for name, p in zip(names, params, strict=True)
-        ]
+        self._specs = specs_of(params, names)
         self._hook: tuple[Hook, Any] | None = None
         self._usual_fires = [0] * len(params)
         # Until a backward was seen: later layers first. Frozen parameters get no memory until they need it.
@@ -298,7 +295,7 @@ class Reducer:
         self._place = {slot.param: (k, s) for k, spec in enumerate(self.plan.buckets) for s, slot in enumerate(spec.slots)}
         self._position = {param: at for at, param in enumerate(self.plan.params)}
         self._unplanned = [i for i in range(len(self._params)) if i not in self._place and i not in self._sparse]
-        self.looks_at = _sentinels(self.plan, len(self._params))
+        self.looks_at = sentinels(self.plan, len(self._params))
         self._ways = []
         self._next_order = None
 
@@ -315,16 +312,3 @@ class Reducer:
     def _require_open(self, event: str) -> None:
         if self._state is not State.OPEN:
             raise InvariantError(f"reducer got {event} in state {self._state.value}")
-
-
-def _sentinels(plan: BucketPlan, count: int) -> bytes:
-    """The last parameter of every bucket; on the host also one per megabyte, to copy while in cache."""
-    mask = bytearray(count)
-    for bucket in plan.buckets:
-        held = 0
-        for slot in bucket.slots:
-            held += slot.numel * bucket.itemsize
-            if held >= _HOST_BATCH_BYTES and bucket.device == "cpu":
-                mask[slot.param], held = 1, 0
-        mask[bucket.slots[-1].param] = 1
-    return bytes(mask)

@@ -5,6 +5,8 @@ The sum is taken in rank order on every worker, so replicas agree to the bit. Co
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -32,16 +34,36 @@ def reduce_sparse(comm: Comm, param: Tensor, grad: Tensor | None, scale: float, 
         total = total.contiguous()
         comm.reduce(total, "sum", what).wait()
         return total
-    return _gather_rows(comm, param, grad, heads[:, 1].tolist(), scale, what)
+    indices = torch.zeros(0, dtype=torch.int64, device=param.device) if grad is None else grad.indices()[0]
+    values = param.new_zeros(0, *param.shape[1:]) if grad is None else grad.values() * scale
+    return _gather_rows(comm, param, indices, values, heads[:, 1].tolist(), what)
 
 
-def _gather_rows(comm: Comm, param: Tensor, grad: Tensor | None, rows: list[int], scale: float, what: str) -> Tensor:
+def fold_sparse(comm: Comm, param: Tensor, lanes: Sequence[Tensor], scale: float, what: str) -> Tensor:
+    """The sum over all lanes of all ranks, times ``scale``: bit-equal for every dealing of lanes.
+
+    ``lanes``: this rank's gradients, already weighted, in lane order. Rows travel unsummed and are
+    added in lane order, the same list on every rank whoever brought it. A dense gradient in some
+    lane (the weight is tied to a dense layer there) makes it dense for all.
+    """
+    parts = [grad.coalesce() if grad.is_sparse else grad.to_sparse(1) for grad in lanes]
+    is_dense = any(not grad.is_sparse for grad in lanes)
+    indices = torch.cat([part.indices()[0] for part in parts]) if parts else torch.zeros(0, dtype=torch.int64, device=param.device)
+    values = torch.cat([part.values() for part in parts]) if parts else param.new_zeros(0, *param.shape[1:])
+    heads = torch.zeros(comm.size, 2, dtype=torch.int64)
+    comm.all_gather(heads, torch.tensor([int(is_dense), len(indices)]), f"{what} (sizes)").wait()
+    total = _gather_rows(comm, param, indices, values, heads[:, 1].tolist(), what)
+    total = total.to_dense() if bool(heads[:, 0].any()) else total
+    return total if scale == 1 else total.mul_(scale)
+
+
+def _gather_rows(comm: Comm, param: Tensor, mine: Tensor, rows_of_mine: Tensor, rows: list[int], what: str) -> Tensor:
+    """Everybody's rows, added in rank order."""
     most = max(1, max(rows))
     indices = torch.zeros(most, dtype=torch.int64, device=param.device)
     values = torch.zeros(most, *param.shape[1:], dtype=param.dtype, device=param.device)
-    if grad is not None:
-        indices[: grad._nnz()] = grad.indices()[0]
-        values[: grad._nnz()] = grad.values() * scale
+    indices[: len(mine)] = mine
+    values[: len(mine)] = rows_of_mine
     all_indices = indices.new_zeros(comm.size, *indices.shape)
     all_values = values.new_zeros(comm.size, *values.shape)
     first = comm.all_gather(all_indices, indices, f"{what} (rows)")

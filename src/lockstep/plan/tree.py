@@ -72,7 +72,7 @@ def carries(lanes: int, first: int, last: int) -> tuple[int, ...]:
     for lane in range(first, last):
         stack.append((lane, lane + 1))
         count = 0
-        while len(stack) > 1 and (stack[-2][0], stack[-1][1]) in known:
+        while len(stack) > 1 and _are_halves(stack[-2], stack[-1], known):
             right = stack.pop()
             stack[-1] = (stack[-1][0], right[1])
             count += 1
@@ -148,7 +148,12 @@ def _merge(together: Sequence[Node], known: set[Node]) -> tuple[Node, ...]:
     stack: list[Node] = []
     for node in together:
         stack.append(node)
-        while len(stack) > 1 and (stack[-2][0], stack[-1][1]) in known and halves((stack[-2][0], stack[-1][1]))[1] == stack[-1]:
+        while len(stack) > 1 and _are_halves(stack[-2], stack[-1], known):
             right = stack.pop()
             stack[-1] = (stack[-1][0], right[1])
     return tuple(stack)
+
+
+def _are_halves(left: Node, right: Node, known: set[Node]) -> bool:
+    """Whether the two are all of one node."""
+    return left[1] == right[0] and (left[0], right[1]) in known

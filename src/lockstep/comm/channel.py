@@ -1,0 +1,95 @@
+"""The channel of workers that share a machine: a segment with a slot per worker, through which any bytes travel in chunks.
+
+    | written 0..N-1 | read 0..N-1 | aborted 0..N-1 | tags | slot of rank 0 | slot of rank 1 | ...
+
+A worker fills its slot when everybody has read the chunk before, and reads all slots when everybody
+has filled theirs. Operations go through one at a time, in the order they were issued.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.comm.flags import PlainCounters
+from lockstep.comm.room import PAGE_BYTES, round_up
+from lockstep.comm.running import Steps
+from lockstep.comm.segment import Segment, SegmentError
+
+SLOT_BYTES = 1 << 20
+
+
+class Channel:
+    """All ranks must construct it. Raises ``SegmentError`` on every rank alike where they cannot share memory."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, counters: type[PlainCounters]) -> None:
+        head = counters.nbytes(size)
+        start = round_up(3 * head + 8 * size, PAGE_BYTES)
+        segment = _share(store, rank, size, start + size * SLOT_BYTES)
+        first = rank == 0
+        self._rank = rank
+        self._written, self._read, self.aborted = (counters(segment.memory, k * head, size, first) for k in range(3))
+        self.slots = [
+            torch.frombuffer(segment.memory, dtype=torch.uint8, count=SLOT_BYTES, offset=start + r * SLOT_BYTES)
+            for r in range(size)
+        ]
+        self._tags = memoryview(segment.memory).cast("q")[3 * head // 8 : 3 * head // 8 + size]
+        self._chunk = 0
+        if first:
+            store.set("channel/ready", "1")  # the counters are initialised
+        store.wait(["channel/ready"])
+
+    def exchange(
+        self,
+        kind: str,
+        nbytes: int,
+        write: Callable[[int, Tensor], None],
+        read: Callable[[int, int], None],
+        step_bytes: int = SLOT_BYTES,
+    ) -> Steps:
+        """Chunk by chunk: ``write(offset, slot)`` fills my slot, then ``read(offset, length)`` may look at all of them."""
+        tag = zlib.crc32(kind.encode()) << 24 ^ nbytes
+        for offset in range(0, max(1, nbytes), step_bytes):
+            self._chunk += 1
+            chunk = self._chunk
+            while not self._read.reached(chunk - 1):
+                yield
+            length = min(step_bytes, nbytes - offset)
+            write(offset, self.slots[self._rank][:length])
+            self._tags[self._rank] = tag
+            self._written.publish(self._rank, chunk)
+            while not self._written.reached(chunk):
+                yield
+            if any(other != tag for other in self._tags.tolist()):
+                raise RuntimeError("ranks are at different operations, or at tensors of different sizes")
+            read(offset, length)
+            self._read.publish(self._rank, chunk)
+
+
+def _share(store: dist.Store, rank: int, size: int, nbytes: int) -> Segment:
+    """The first segment, through the store. Every rank raises the same ``SegmentError`` if one cannot map it."""
+    segment, answer = None, "ok"
+    try:
+        if rank == 0:
+            segment = Segment.create(nbytes)
+            store.set("channel/address", segment.address)
+        else:
+            address = store.get("channel/address").decode()
+            if not address:
+                raise SegmentError("rank 0 could not make it")
+            segment = Segment.open(address, nbytes)
+    except SegmentError as error:
+        answer = error.reason
+        if rank == 0:
+            store.set("channel/address", "")
+    store.set(f"channel/answer/{rank}", answer)
+    answers = [store.get(f"channel/answer/{r}").decode() for r in range(size)]
+    refused = [a for a in answers if a != "ok"]
+    if refused or segment is None:
+        raise SegmentError(refused[0])
+    segment.seal()
+    return segment

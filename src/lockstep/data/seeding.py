@@ -1,0 +1,56 @@
+"""The global random generators of a process: seeded all at once, saved and restored. Knows not what the seeds mean.
+
+torch (CPU and the current CUDA device), Python's ``random`` and numpy's legacy state. numpy is not
+needed: it is seeded only where somebody else has imported it, as torch does where it is installed.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+def seed_everything(seed: int) -> None:
+    """Seed every global generator of this process from one number of up to 63 bits. About 10 microseconds."""
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        # torch and numpy both start a Mersenne twister from 32 bits: the same ones would give both the same stream.
+        numpy.random.seed(((seed + 1) * 0x9E3779B97F4A7C15 >> 32) & 0xFFFFFFFF)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed(seed)
+
+
+class SavedRandomness:
+    """The state of every global generator at the time it was made. ``restore()`` puts it back, any number of times."""
+
+    def __init__(self) -> None:
+        numpy = sys.modules.get("numpy")
+        self._python = random.getstate()
+        self._torch = torch.default_generator.get_state()
+        self._numpy: Any = None if numpy is None else numpy.random.get_state()
+        self._cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+
+    def restore(self) -> None:
+        random.setstate(self._python)
+        torch.default_generator.set_state(self._torch)
+        if self._numpy is not None:
+            sys.modules["numpy"].random.set_state(self._numpy)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state(self._cuda)
+
+
+@contextmanager
+def preserved_randomness() -> Iterator[None]:
+    """Whatever the body draws or seeds, the generators are afterwards as they were before."""
+    saved = SavedRandomness()
+    try:
+        yield
+    finally:
+        saved.restore()

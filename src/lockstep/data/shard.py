@@ -1,0 +1,136 @@
+"""Shard: what the user's loop iterates over. Deals this worker's lanes of every step, turn by turn.
+
+Owns the order of events in a loop; what happens at each is the driver's (``Run``'s) business:
+
+    enter  [start_epoch  [start_step  [start_turn  <loop body>  end_turn]... ]... ]... exhausted  leave
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from lockstep.data.map_source import MapSource
+from lockstep.data.source import Micro
+from lockstep.data.stream_source import StreamSource
+from lockstep.errors import InvariantError, UsageError
+from lockstep.plan.lanes import Pass, cut, passes
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a loop: where it lies, and how many samples each lane of the whole run has."""
+
+    epoch: int
+    index: int
+    """Within the epoch."""
+    counts: tuple[int, ...]
+    ends_epoch: bool
+
+
+class Driver(Protocol):
+    """Who is told what happens in the loop. ``lanes``: this worker's, [first, last)."""
+
+    @property
+    def lanes_here(self) -> tuple[int, int]: ...
+
+    def enter(self, shard: Shard) -> int:
+        """A loop begins. Returns the number of this stage."""
+
+    def start_epoch(self, order: int) -> None:
+        """``order``: a fingerprint of the order in which samples come, which must be equal on every worker."""
+
+    def start_step(self, step: Step) -> None: ...
+
+    def start_turn(self, lane: int, is_last: bool) -> None: ...
+
+    def end_turn(self) -> None: ...
+
+    def exhausted(self) -> None:
+        """The loop has come to its end, on every worker."""
+
+    def leave(self) -> None:
+        """The loop is over: at its end, by ``break``, or by an exception."""
+
+    def gather_counts(self, counts: Sequence[int]) -> tuple[int, ...]:
+        """Every lane's count, from those of this worker's lanes. Collective."""
+
+
+class Shard:
+    """Iterate over it as over a DataLoader. ``len()`` is the number of steps; a worker with several lanes has several turns in one.
+
+    ``open_source(stage)`` makes the source; a second loop over the same shard is a new stage with a new order.
+    """
+
+    def __init__(self, driver: Driver, open_source: Callable[[int], MapSource | StreamSource], lanes: int, epochs: int) -> None:
+        self._driver, self._open, self._lanes, self._epochs = driver, open_source, lanes, epochs
+        self.settings: dict[str, Any] = {}
+        """What must be equal on every worker."""
+        source = open_source(0)  # so that mistakes are told where they are made
+        self._steps = source.steps if isinstance(source, MapSource) else None
+        self.length = source.length if isinstance(source, MapSource) else None
+
+    def __len__(self) -> int:
+        if self._steps is None:
+            raise TypeError("a stream has no length: how many steps it gives is known at its end")
+        return self._steps
+
+    def __iter__(self) -> Iterator[Any]:
+        source = self._open(self._driver.enter(self))
+        try:
+            turns = self._map_turns(source) if isinstance(source, MapSource) else self._stream_turns(source)
+            for micro, is_last in turns:
+                self._driver.start_turn(micro.lane, is_last)
+                yield micro.batch
+                self._driver.end_turn()
+            self._driver.exhausted()
+        finally:
+            source.close()
+            self._driver.leave()
+
+    def _map_turns(self, source: MapSource) -> Iterator[tuple[Micro, bool]]:
+        lanes = self._driver.lanes_here
+        source.seek(0, 0, lanes)
+        for epoch in range(self._epochs):
+            self._driver.start_epoch(source.fingerprint(epoch))
+            for index in range(source.steps_in_epoch):
+                cuts = cut(source.samples(index), self._lanes)
+                turns = passes(lanes, cuts)
+                micro = source.take()
+                counts = tuple(stop - start for start, stop in cuts)
+                self._driver.start_step(Step(epoch, index, counts, index == source.steps_in_epoch - 1))
+                for at, turn in enumerate(turns):
+                    micro = micro if at == 0 else source.take()
+                    _require_match(micro, epoch, index, turn)
+                    yield micro, at == len(turns) - 1
+
+    def _stream_turns(self, source: StreamSource) -> Iterator[tuple[Micro, bool]]:
+        lanes = self._driver.lanes_here
+        for epoch in range(self._epochs):
+            self._driver.start_epoch(0)
+            source.seek(epoch, 0, lanes)
+            index = 0
+            micros, counts = self._next_of_stream(source, lanes)
+            while any(counts):
+                following = self._next_of_stream(source, lanes)  # whether this one ends the epoch
+                self._driver.start_step(Step(epoch, index, counts, not any(following[1])))
+                turns = [micro for micro in micros if micro.count] or micros[:1]
+                if turns[0].batch is None:
+                    raise UsageError(
+                        f"lanes {lanes[0]} to {lanes[1] - 1} of the stream never had a sample: it has fewer parts than there are "
+                        f"lanes ({self._lanes}). Pass fewer lanes, or a dataset with more shards."
+                    )
+                for at, micro in enumerate(turns):
+                    yield micro, at == len(turns) - 1
+                micros, counts = following
+                index += 1
+
+    def _next_of_stream(self, source: StreamSource, lanes: tuple[int, int]) -> tuple[list[Micro], tuple[int, ...]]:
+        micros = [source.take() for _ in range(*lanes)]
+        return micros, self._driver.gather_counts([micro.count for micro in micros])
+
+
+def _require_match(micro: Micro, epoch: int, index: int, turn: Pass) -> None:
+    if (micro.epoch, micro.step, micro.lane, micro.count) != (epoch, index, turn.lane, turn.stop - turn.start):
+        raise InvariantError(f"the source gave {micro.epoch, micro.step, micro.lane} for step {index} of epoch {epoch}, {turn}")

@@ -1,0 +1,112 @@
+"""Sums over a dataset, every sample exactly once, the same bits on any number of workers.
+
+Each lane adds up what the function returns for its batches, in their order; the lanes' sums are
+added along the tree (plan/tree.py). One exchange, at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.comm.base import Comm, bits
+from lockstep.comm.exchange import gather_bytes
+from lockstep.data.map_source import MapSource
+from lockstep.data.seeding import seed_everything
+from lockstep.data.source import Micro
+from lockstep.data.stream_source import StreamSource
+from lockstep.errors import UsageError
+from lockstep.plan.samples import EVALUATION, lane_seed
+from lockstep.plan.tree import halves
+from lockstep.state import buffer_of, empty_tensors, flatten, unflatten
+
+Sums = dict[str, Any]
+
+
+def sum_here(
+    fn: Callable[[Any], Mapping[str, Any]], source: MapSource | StreamSource, lanes: tuple[int, int], seed: int
+) -> dict[int, Sums]:
+    """This worker's lanes [first, last) of the dataset: for each lane that had samples, its sums."""
+    found: dict[int, Sums] = {}
+    source.seek(0, 0, lanes)
+    for micro in _micros(source, lanes):
+        if micro.count:
+            seed_everything(lane_seed(seed, micro.step, micro.lane, EVALUATION))
+            _add(found.setdefault(micro.lane, {}), fn(micro.batch))
+    return found
+
+
+def sum_everywhere(comm: Comm, mine: dict[int, Sums], lanes: int) -> Sums:
+    """The sums over all lanes, as numbers and tensors on the host. Collective."""
+    everyone = dict(mine)
+    if comm.size > 1:
+        skeleton, tensors = flatten(mine, "what evaluate sums")
+        skeletons = gather_bytes(comm, skeleton.encode(), "the names of what is summed")
+        contents = gather_bytes(comm, b"".join(bytes(buffer_of(tensor)) for tensor in tensors), "the sums")
+        for text, content in zip(skeletons, contents, strict=True):
+            everyone.update(_read(text.decode(), content))
+    names = {tuple(sorted(sums)) for sums in everyone.values()}
+    if len(names) > 1:
+        raise UsageError(
+            f"the function given to run.evaluate returned {' here and '.join(map(str, names))} there. Return the same always."
+        )
+    return _tree((0, lanes), everyone) or {}
+
+
+def _micros(source: MapSource | StreamSource, lanes: tuple[int, int]) -> Iterator[Micro]:
+    while True:
+        if isinstance(source, MapSource):
+            try:
+                yield source.take()
+            except StopIteration:
+                return
+        else:
+            step = [source.take() for _ in range(*lanes)]
+            if not any(micro.count for micro in step):
+                return
+            yield from step
+
+
+def _read(skeleton: str, content: bytes) -> dict[int, Sums]:
+    tensors = empty_tensors(skeleton, "cpu")
+    at = 0
+    for tensor in tensors:
+        if tensor.numel():
+            bits(tensor).copy_(torch.frombuffer(bytearray(content[at : at + tensor.nbytes]), dtype=torch.uint8))
+        at += tensor.nbytes
+    found: dict[int, Sums] = unflatten(skeleton, tensors)
+    return found
+
+
+def _tree(node: tuple[int, int], lanes: Mapping[int, Sums]) -> Sums | None:
+    """The node's sums; None where no lane below had a sample."""
+    if node[1] - node[0] == 1:
+        sums = lanes.get(node[0])
+        return None if sums is None else {k: v.cpu() if isinstance(v, Tensor) else v for k, v in sums.items()}
+    left, right = (_tree(half, lanes) for half in halves(node))
+    if left is None or right is None:
+        return right if left is None else left
+    return {name: left[name] + right[name] for name in left}
+
+
+def _add(sums: Sums, values: Any) -> None:
+    if not isinstance(values, Mapping):
+        raise UsageError(
+            f"the function given to run.evaluate returned a {type(values).__name__}. Return a dict of numbers or tensors."
+        )
+    for name, value in values.items():
+        if not isinstance(value, (Tensor, int, float)):
+            raise UsageError(f"run.evaluate cannot sum {name!r}: it is a {type(value).__name__}. Return numbers or tensors.")
+        value = value.detach() if isinstance(value, Tensor) else value
+        if name in sums:
+            sums[name] = sums[name] + value
+        else:
+            sums[name] = value.clone() if isinstance(value, Tensor) else value
+    if len(sums) != len(values):
+        missing = sorted(set(sums) ^ set(values))
+        raise UsageError(
+            f"the function given to run.evaluate returned {missing[0]!r} for some batches only. Return the same names always."
+        )

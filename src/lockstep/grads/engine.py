@@ -1,0 +1,206 @@
+"""LaneEngine: one model under lanes. Wires hooks, lane reducer, buffers and control word together.
+
+Knows nothing of data, optimizers or recovery. Whoever drives it says which lane comes; autograd
+says the rest:
+
+    start_step -> start_lane -> [user: forward, backward] -> start_lane -> [...] -> AVERAGED
+
+Every phase is left by one event; what comes at the wrong time is the user's mistake and gets a sentence.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+
+from lockstep.comm.base import Comm
+from lockstep.errors import UsageError
+from lockstep.grads.buffers import Buffers
+from lockstep.grads.control import Exchange, Word, union
+from lockstep.grads.hooks import GradHooks
+from lockstep.grads.lane_buffers import LaneBuffers
+from lockstep.grads.lanes import LaneReducer, Turn
+from lockstep.grads.module import Mark, claim, disclaim, parameters_of, sparse_of
+from lockstep.plan.lanes import deal
+from lockstep.plan.tree import fold
+
+_WEIGHED, _COUNTED = 1, 2
+
+
+class Phase(enum.Enum):
+    IDLE = "between steps"
+    LANE = "a lane waits for its backward"
+    BACKWARD = "inside a backward"
+    FOLDED = "the lane's gradients are taken; more lanes follow"
+    AVERAGED = "the step's gradients are there"
+
+
+class LaneEngine:
+    """``lanes`` lanes of one model over the ranks of ``comm``. All ranks must construct it alike."""
+
+    def __init__(self, module: nn.Module, comm: Comm, lanes: int, *, exact: bool = True, bucket_mb: float = 25) -> None:
+        self.comm, self.lanes = comm, lanes
+        self.named = parameters_of(module, ())
+        trainable = [(name, p) for name, p in self.named if p.is_floating_point() or p.is_complex()]
+        self.params = [p for _, p in trainable]
+        self.buffers = Buffers(module, ())
+        sparse = sparse_of(module, self.params)
+        self._reducer = LaneReducer(self.params, [name for name, _ in trainable], comm, int(bucket_mb * (1 << 20)), sparse, exact)
+        self._lane_buffers = LaneBuffers(self.buffers, comm)
+        self.phase = Phase.IDLE
+        self.settings: Callable[[], int] = lambda: 0
+        """A number that must be equal on all ranks at every step."""
+        self.on_difference: Callable[[int], None] = lambda rank: None
+        """Called on every rank where it is not, with a rank that differs from rank 0."""
+        self._deal()
+        self._hooks = GradHooks(self.params, self._begin, self._reducer.ready, self._end)
+        self._mark = module.register_forward_hook(Mark(self))
+        claim(p for _, p in self.named)
+
+    def _deal(self) -> None:
+        dealing = deal(self.lanes, self.comm.size)
+        self.dealt = dealing[self.comm.rank]
+        """This worker's lanes [first, last)."""
+        self._fold = fold(self.lanes, dealing)
+        self._most = max(last - first for first, last in dealing)
+        self._dealing = dealing
+        self._reducer.deal(self._fold, self.dealt)
+
+    def watch_outputs(self, outputs: Any) -> None:
+        if self._hooks.enabled:
+            self._hooks.watch_outputs(outputs)
+
+    def close(self) -> None:
+        """Unhook the model. May be called twice."""
+        self._hooks.remove()
+        self._mark.remove()
+        disclaim(p for _, p in self.named)
+
+    # -- driven from outside -----------------------------------------------------------------
+
+    def start_step(self, step: int, counts: Sequence[int]) -> None:
+        """A step begins (perhaps again). ``counts``: the samples of every lane of the whole run."""
+        self.step, self._counts = step, counts
+        self._unit = max(counts)
+        self._weights = {lane: float(counts[lane]) for lane in range(*self.dealt)}
+        self._weighed: set[int] = set()
+        self._reducer.start(step)
+        self._lane_buffers.start()
+        self.phase = Phase.IDLE
+
+    def start_lane(self, lane: int, is_last: bool) -> None:
+        """The loop body runs next, on lane ``lane``; it is this worker's last one with samples, or not."""
+        if self.phase is not Phase.IDLE:
+            self._lane_buffers.restore()
+        self._lane, self._is_last = lane, is_last
+        for param in self.params:
+            param.grad = None
+        self.phase = Phase.LANE
+
+    def stop(self) -> None:
+        """The loop is over: no lane waits for a backward any more."""
+        self.phase = Phase.IDLE
+
+    def weight_of(self, lane: int) -> float:
+        return self._weights[lane]
+
+    def weigh(self, weight: float) -> None:
+        """The current lane's weight, instead of its number of samples."""
+        if self.phase is not Phase.LANE:
+            raise UsageError(
+                f"run.weigh() came {'after' if self.phase in (Phase.FOLDED, Phase.AVERAGED) else 'outside'} a lane's backward(). "
+                "Call it in the loop body, before backward()."
+            )
+        if not (weight >= 0 and math.isfinite(weight)):
+            raise UsageError(f"run.weigh({weight}) is no weight. Pass a number of samples, tokens, ...: zero or more, and finite.")
+        if self._counts[self._lane]:
+            self._weights[self._lane] = float(weight)
+            self._weighed.add(self._lane)
+
+    # -- one backward ------------------------------------------------------------------------
+
+    def _begin(self) -> bytes:
+        if self.phase is not Phase.LANE:
+            raise UsageError(_WRONG_TIME[self.phase])
+        self.phase = Phase.BACKWARD
+        share = self._share(self._lane)
+        return self._reducer.begin(Turn(self._lane, share, self._scale(), self._is_last))
+
+    def _share(self, lane: int) -> float:
+        """A lane's weight in units of a full lane: 1 for most, which costs nothing."""
+        return self._weights[lane] / self._unit if self.lanes > 1 else float(self._counts[lane] > 0)
+
+    def _scale(self) -> float | None:
+        """1 / the sum of all shares; None where others' weights decide."""
+        if self.lanes == 1:
+            return 1.0
+        if self.comm.size == 1 and self._is_last:
+            return self._scale_of(list(self._weights.values()))
+        return None if self._weighed else self._unit / sum(self._counts)
+
+    def _scale_of(self, weights: Sequence[float]) -> float:
+        total = math.fsum(weights)
+        if total == 0:
+            raise UsageError(
+                f"all {self.lanes} lanes of step {self.step} have weight 0: there is nothing to average. Weigh at least one more."
+            )
+        return self._unit / total
+
+    def _end(self) -> None:
+        self._reducer.end()
+        self._lane_buffers.note(self._lane, self._counts[self._lane] > 0)
+        if not self._is_last:
+            self.phase = Phase.FOLDED
+            return
+        words = Exchange(self.comm, self._word(), self._most).wait()
+        self._compare(words)
+        weights = [weight for word in words for weight in word.weights]
+        scale = 1.0 if self.lanes == 1 else self._scale_of(weights)
+        self._reducer.finish(union([word.present for word in words]), scale)
+        shares = [self._share(lane) for lane in range(*self.dealt)]
+        first = next(lane for lane, count in enumerate(self._counts) if count)
+        source = next(rank for rank, (low, high) in enumerate(self._dealing) if low <= first < high)
+        self._lane_buffers.finish(union([word.changed for word in words]), self._fold, self.dealt, shares, scale, source)
+        self.phase = Phase.AVERAGED
+
+    def _word(self) -> Word:
+        weights = tuple(self._weights[lane] for lane in range(*self.dealt))
+        counted = any(self._counts[lane] and lane not in self._weighed for lane in range(*self.dealt))
+        wants = (_WEIGHED if self._weighed else 0) | (_COUNTED if counted else 0)
+        return Word(self.step, self.settings(), wants, weights, bytes(self._reducer.present), self._lane_buffers.changed())
+
+    def _compare(self, words: Sequence[Word]) -> None:
+        for rank, word in enumerate(words):
+            if word.step != words[0].step:
+                raise UsageError(
+                    f"rank {rank} is at step {word.step} where rank 0 is at step {words[0].step}: their loops have parted. "
+                    "Every worker must pass the same loops over run.shard(...), and leave them at the same step."
+                )
+            if word.settings != words[0].settings:
+                self.on_difference(rank)
+        if len({bool(w.wants & _WEIGHED) for w in words if w.wants}) > 1 or any(w.wants == _WEIGHED | _COUNTED for w in words):
+            raise UsageError(
+                f"run.weigh() was called for some lanes of step {self.step} and not for others: numbers of samples and weights "
+                "of yours cannot be added. Call it in every turn of the loop body, or never."
+            )
+
+
+_WRONG_TIME = {
+    Phase.IDLE: (
+        "backward() was called outside the loop over run.shard(...): only there gradients belong to a step and a lane. "
+        "Move it into the loop, or train that model without Run."
+    ),
+    Phase.BACKWARD: "the last backward() raised half-way, and its lane cannot be repeated. Let the exception end the run.",
+    Phase.FOLDED: (
+        "a second backward() in one turn of the loop: the gradients of this lane have been taken already. "
+        "Add the losses and call backward() once."
+    ),
+    Phase.AVERAGED: (
+        "a second backward() in one turn of the loop: the gradients of this step have been averaged already. "
+        "Add the losses and call backward() once."
+    ),
+}

@@ -1,0 +1,434 @@
+"""Run: a training run whose result does not depend on how many workers ran it. Wires the rooms together.
+
+The user's loop drives everything. In each turn of it (one lane of one step):
+
+    start_turn   seeds, buffers and gradients as the lane must find them     (data/shard.py calls it)
+    backward()   the lane's gradients are taken; in the last turn, averaged   (grads/engine.py)
+    opt.step()   nothing, until the last turn: then the step commits          (gates.py)
+    end_turn     what was forgotten is told
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from lockstep.comm.base import Comm
+from lockstep.comm.choose import open_comm
+from lockstep.comm.exchange import broadcast_in_place, gather_bytes
+from lockstep.data.choose import open_source
+from lockstep.data.seeding import preserved_randomness, seed_everything
+from lockstep.data.shard import Shard, Step
+from lockstep.errors import UsageError
+from lockstep.evaluate import sum_everywhere, sum_here
+from lockstep.exactness import Determinism
+from lockstep.gates import Gates
+from lockstep.grads.engine import LaneEngine, Phase
+from lockstep.grads.module import device_of, parameters_of
+from lockstep.observe.log import LaneLog, Sink
+from lockstep.plan.lanes import deal
+from lockstep.plan.samples import MODEL, lane_seed, sample_seed
+from lockstep.plan.tree import fold
+from lockstep.same import require_equal, require_same
+from lockstep.state import digest, empty_tensors, flatten, unflatten
+from lockstep.world import World
+
+
+@dataclass
+class _Loop:
+    """The loop over a shard that is going on."""
+
+    stage: int
+    step: Step | None = None
+    lane: int = -1
+    is_last: bool = False
+    committed: bool = False
+
+
+class Run:
+    """Registers all that must be identical on every worker: ``model``, its optimizers, schedulers and GradScaler.
+
+    All workers must construct it alike. The model is hooked in place; rank 0's state goes to all.
+
+    ``lanes``: slices of every global batch, which define the arithmetic: with the same ``lanes`` and
+    ``seed`` the result has the same bits on any number of workers up to ``lanes``. Default: the
+    number of workers. ``exact=False`` keeps lanes and data, but sums as the backend likes.
+    ``threads``: intra-op threads on the CPU; sums depend on it, so with ``lanes`` given it is 1 unless
+    you choose. ``on_log(step, values)`` receives on rank 0 what ``run.log`` averages, every
+    ``log_every`` steps. ``comm``, ``bucket_mb``, ``timeout_s``: as in ``replicate``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *optimizers_and_schedulers: Any,
+        lanes: int | None = None,
+        exact: bool = True,
+        seed: int = 0,
+        threads: int | None = None,
+        comm: Comm | str | None = None,
+        bucket_mb: float = 25,
+        timeout_s: float = 600.0,
+        log_every: int = 10,
+        on_log: Sink | None = None,
+    ) -> None:
+        _require_sense(model, lanes, seed, threads, bucket_mb, timeout_s, log_every)
+        self.model, self.seed, self.exact = model, seed, exact
+        self.generation = 0
+        self.step = 0
+        """Steps committed so far."""
+        self._log_every = log_every
+        self._stages = 0
+        self._loop: _Loop | None = None
+        params = [p for _, p in parameters_of(model, ())]
+        self.device = device_of(params)
+        self._owns_comm = comm is None or isinstance(comm, str)
+        if comm is None or isinstance(comm, str):
+            workers = World.detect().size
+            width = fold(lanes or workers, deal(lanes or workers, workers)).width
+            trained = sum(p.nbytes for p in params if p.requires_grad)
+            comm = open_comm(self.device, timeout_s=timeout_s, kind=comm, need_bytes=trained * width)
+        self.comm: Comm = comm
+        self.lanes = comm.size if lanes is None else lanes
+        self._threads = threads if threads is not None or lanes is None or self.device.type != "cpu" else 1
+        self._determinism = Determinism(model, self._threads) if exact else None
+        self.gates: Gates | None = None
+        self._engine: LaneEngine | None = None
+        try:
+            self.engine = self._engine = LaneEngine(model, comm, self.lanes, exact=exact, bucket_mb=bucket_mb)
+            self.gates = Gates(optimizers_and_schedulers, self.engine.params, self._may_step, self._stepped)
+            self._log = LaneLog([on_log] if on_log is not None and self.is_main else [])
+            self.engine.settings, self.engine.on_difference = self.gates.settings, self._settings_differ
+            self._require_same()
+            self._share_state()
+        except BaseException:
+            self.close()
+            raise
+
+    # -- to read -----------------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        return self.comm.rank
+
+    @property
+    def size(self) -> int:
+        return self.comm.size
+
+    @property
+    def is_main(self) -> bool:
+        return self.comm.rank == 0
+
+    @property
+    def lanes_here(self) -> tuple[int, int]:
+        """This worker's lanes, [first, last)."""
+        return self.engine.dealt
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the loop that is going on, from 0."""
+        return self._loop.step.epoch if self._loop is not None and self._loop.step is not None else 0
+
+    @property
+    def committed(self) -> bool:
+        """Whether this turn's ``opt.step()`` committed a step: true once per step, on every worker alike."""
+        return self._loop is not None and self._loop.committed
+
+    @property
+    def logged(self) -> dict[str, float]:
+        """The latest averages of what was logged."""
+        return self._log.latest
+
+    def every(self, period: int | Literal["epoch"]) -> bool:
+        """True once per ``period`` steps (or at each epoch's last step), in the turn that committed it, on every worker alike."""
+        if period == "epoch":
+            return self.committed and self._loop is not None and self._loop.step is not None and self._loop.step.ends_epoch
+        if not isinstance(period, int) or period < 1:
+            raise UsageError(f"run.every({period!r}): pass a number of steps, 1 or more, or 'epoch'.")
+        return self.committed and self.step % period == 0
+
+    # -- the loop ----------------------------------------------------------------------------
+
+    def shard(
+        self,
+        dataset: Any,
+        *,
+        global_batch: int,
+        shuffle: bool = False,
+        epochs: int = 1,
+        drop_last: bool = False,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        pin_memory: bool | None = None,
+        sampler: Iterable[int] | None = None,
+        prefetch_factor: int | None = None,
+    ) -> Shard:
+        """Every sample of every epoch exactly once, by lane: iterate over it instead of a DataLoader.
+
+        ``global_batch`` samples per step are cut into lanes; a worker with several lanes sees several
+        micro-batches per step, and ``opt.step()`` does nothing until its last one. Any map-style
+        dataset, or a stream (an iterable dataset). ``sampler``: an order of your own.
+        """
+
+        def opened(stage: int) -> Any:
+            seed = self.seed if stage == 0 else sample_seed(self.seed, stage, 0, MODEL)
+            return open_source(
+                dataset,
+                lanes=self.lanes,
+                global_batch=global_batch,
+                epochs=epochs,
+                seed=seed,
+                shuffle=shuffle,
+                drop_last=drop_last,
+                sampler=sampler,
+                num_workers=num_workers,
+                collate_fn=collate_fn,
+                pin_memory=pin_memory,
+                prefetch_factor=prefetch_factor,
+            )
+
+        shard = Shard(self, opened, self.lanes, epochs)
+        shard.settings = {
+            "length": shard.length,
+            "global_batch": global_batch,
+            "shuffle": shuffle,
+            "epochs": epochs,
+            "drop_last": drop_last,
+        }
+        return shard
+
+    def weigh(self, weight: float) -> None:
+        """Before ``backward()``: the current lane's weight (tokens, say) instead of its number of samples.
+
+        The step's gradient is sum(w * g) / sum(w) over lanes. Call it in every turn, or never.
+        """
+        self.engine.weigh(float(weight))
+
+    def log(self, **values: Any) -> None:
+        """Note numbers (or tensors of one element) of this lane; averaged over lanes by weight, some steps later."""
+        loop = self._loop
+        if loop is None or loop.step is None:
+            raise UsageError("run.log() was called outside the loop over run.shard(...). Call it in the loop body.")
+        step = self.step if loop.committed else self.step + 1
+        if loop.step.counts[loop.lane]:
+            self._log.note(step, loop.lane, self.engine.weight_of(loop.lane), values)
+
+    def evaluate(
+        self,
+        fn: Callable[[Any], Mapping[str, Any]],
+        dataset: Any,
+        *,
+        global_batch: int,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+    ) -> dict[str, Any]:
+        """The sums of what ``fn(batch)`` returns (a dict of numbers or tensors) over every sample exactly once.
+
+        All workers must call it: outside the loop, or under ``run.every(...)``. The model is in eval
+        mode and gradients are off meanwhile. The same bits on any number of workers.
+        """
+        self._require_collective("run.evaluate(...)")
+        source = open_source(
+            dataset, lanes=self.lanes, global_batch=global_batch, num_workers=num_workers, collate_fn=collate_fn, seed=self.seed
+        )
+        require_equal(
+            self.comm,
+            [["argument", "global_batch", str(global_batch)], ["dataset", "length", str(getattr(source, "length", None))]],
+            "evaluate different things",
+            "Pass the same dataset and global_batch on every worker.",
+        )
+        training = [module for module in self.model.modules() if module.training]
+        try:
+            self.model.eval()
+            with preserved_randomness(), torch.no_grad():
+                mine = sum_here(fn, source, self.lanes_here, lane_seed(self.seed, self.step, 0, MODEL))
+        finally:
+            source.close()
+            for module in training:
+                module.training = True
+        return sum_everywhere(self.comm, mine, self.lanes)
+
+    def close(self) -> None:
+        """Unhook the model, give the optimizers their ``step`` back, close the connections. May be called twice."""
+        if self.gates is not None:
+            self.gates.close()
+        if self._engine is not None:
+            self._engine.close()
+        if self._determinism is not None:
+            self._determinism.close()
+        if self._owns_comm:
+            self.comm.close()
+
+    # -- told by the shard -------------------------------------------------------------------
+
+    def enter(self, shard: Shard) -> int:
+        if self._loop is not None:
+            raise UsageError(
+                "a loop over run.shard(...) inside another one: a step belongs to one loop. End that one, or use run.evaluate."
+            )
+        require_equal(
+            self.comm,
+            [["argument", name, str(value)] for name, value in shard.settings.items()],
+            "are about to train on different data",
+            "Pass the same dataset and arguments to run.shard on every worker.",
+        )
+        self._loop = _Loop(self._stages)
+        self._stages += 1
+        return self._loop.stage
+
+    def start_epoch(self, order: int) -> None:
+        self._require_unchanged()
+        if order:
+            require_equal(
+                self.comm,
+                [["order", "of the samples", f"fingerprint {order:08x}"]],
+                "have samplers that disagree",
+                "A sampler must give the same order on every worker: seed it alike, or pass shuffle=True instead.",
+            )
+
+    def start_step(self, step: Step) -> None:
+        assert self._loop is not None
+        self._loop.step = step
+        self.engine.start_step(self.step, step.counts)
+
+    def start_turn(self, lane: int, is_last: bool) -> None:
+        assert self._loop is not None
+        self._loop.lane, self._loop.is_last, self._loop.committed = lane, is_last, False
+        self.engine.start_lane(lane, is_last)
+        seed_everything(lane_seed(self.seed, self.step, lane))
+
+    def end_turn(self) -> None:
+        loop = self._loop
+        assert loop is not None
+        if self.engine.phase is Phase.LANE:
+            raise UsageError(
+                f"the loop body ended without backward() in step {self.step} (lane {loop.lane}). Every turn needs one: every other "
+                "worker waits for its gradients. To skip a batch, give it weight 0: run.weigh(0) before backward()."
+            )
+        if loop.is_last and not loop.committed:
+            names = ", ".join(dict.fromkeys(f"{type(each).__name__}.step()" for each in self._the_gates.optimizers))
+            raise UsageError(
+                f"the loop body ended without {names}, though the last lane of step {self.step} was averaged. "
+                "Call it in every turn, on the optimizer that was passed to Run; it does nothing until the last one."
+            )
+        if loop.committed and self.step % self._log_every == 0:
+            self._log.exchange(self.comm)
+
+    def exhausted(self) -> None:
+        self._log.exchange(self.comm)
+
+    def leave(self) -> None:
+        self._loop = None
+        self.engine.stop()
+
+    def gather_counts(self, counts: Sequence[int]) -> tuple[int, ...]:
+        texts = gather_bytes(self.comm, json.dumps(list(counts)).encode(), "the samples of each lane")
+        return tuple(count for text in texts for count in json.loads(text))
+
+    # -- told by the gates -------------------------------------------------------------------
+
+    def _may_step(self, what: str) -> bool:
+        loop = self._loop
+        if loop is None:
+            return True
+        if self.engine.phase in (Phase.LANE, Phase.BACKWARD):
+            raise UsageError(f"{what} came before backward() in step {self.step}: there is no gradient yet. Call backward() first.")
+        return loop.is_last
+
+    def _stepped(self) -> None:
+        if self._loop is not None and not self._loop.committed:
+            self._loop.committed = True
+            self.step += 1
+
+    # -- what must be equal ------------------------------------------------------------------
+
+    @property
+    def _the_gates(self) -> Gates:
+        assert self.gates is not None
+        return self.gates
+
+    def _require_same(self) -> None:
+        settings = {
+            "lanes": self.lanes,
+            "exact": self.exact,
+            "seed": self.seed,
+            "threads": torch.get_num_threads() if self.exact and self.device.type == "cpu" else "any",
+            "torch": torch.__version__,
+            "objects": self._the_gates.names(),
+        }
+        require_same(self.comm, self.engine.named, self.engine.buffers.named(), settings)
+
+    def _share_state(self) -> None:
+        """Rank 0's parameters, buffers, and whatever optimizers and schedulers hold already, to all."""
+        tensors = [*(p for _, p in self.engine.named), *self.engine.buffers.tensors()]
+        broadcast_in_place(self.comm, tensors, 0, "the initial parameters")
+        if self.comm.size == 1:
+            return
+        for name, each in zip(self._the_gates.names(), self._the_gates.objects, strict=True):
+            skeleton, held = flatten(each.state_dict(), f"the state of {name}")
+            prints = gather_bytes(self.comm, digest(skeleton, held), f"the fingerprint of {name}")
+            if len(set(prints)) == 1:
+                continue
+            texts = gather_bytes(self.comm, skeleton.encode() if self.is_main else b"", f"the state of {name}")
+            if not self.is_main:
+                skeleton = texts[0].decode()
+                held = empty_tensors(skeleton, str(self.device))
+            broadcast_in_place(self.comm, held, 0, f"the state of {name}")
+            if not self.is_main:
+                each.load_state_dict(unflatten(skeleton, held))
+
+    def _settings_differ(self, rank: int) -> None:
+        rows = [["hyperparameters of group", str(k), str(values)] for k, values in enumerate(self._the_gates.describe())]
+        require_equal(
+            self.comm,
+            rows,
+            f"step differently in step {self.step}",
+            "Change learning rates only by what is equal on every worker: a schedule, or the result of run.evaluate.",
+        )
+
+    def _require_unchanged(self) -> None:
+        now = [id(p) for _, p in _named(self.model)]
+        if now != [id(p) for _, p in self.engine.named]:
+            old = {name for name, _ in self.engine.named}
+            new = {name for name, _ in _named(self.model)}
+            shown = ", ".join(sorted(old ^ new)[:3]) or "a parameter was replaced"
+            raise UsageError(
+                f"the model was changed after Run(...) was made: {shown}. Nobody would average the new parameters' gradients. "
+                "Change it first, then make the optimizer and the Run."
+            )
+
+    def _require_collective(self, what: str) -> None:
+        if self._loop is not None and not self._loop.committed:
+            raise UsageError(
+                f"{what} is collective, and a worker passes the loop body once per lane: call it where all workers meet, once per "
+                f"step: `if run.every(100): result = {what}` after opt.step()."
+            )
+
+
+def _named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return list(model.named_parameters())
+
+
+def _require_sense(
+    model: Any, lanes: int | None, seed: int, threads: int | None, bucket_mb: float, timeout_s: float, log_every: int
+) -> None:
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"Run takes a torch.nn.Module first, not a {type(model).__name__}: lockstep.Run(model, optimizer, ...).")
+    for module in model.modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            raise UsageError(
+                "the model has SyncBatchNorm, which talks to all workers in every forward, and they have different numbers of "
+                "lanes. Use BatchNorm: Run averages its statistics over lanes."
+            )
+    for name, value, least in (("lanes", lanes, 1), ("threads", threads, 1), ("log_every", log_every, 1)):
+        if value is not None and (not isinstance(value, int) or value < least):
+            raise UsageError(f"{name}={value!r} is not a number of {least} or more. Pass a whole number.")
+    if not isinstance(seed, int):
+        raise UsageError(f"seed={seed!r} is not a whole number. Pass an int.")
+    if not bucket_mb > 0 or not timeout_s > 0:
+        raise UsageError(f"bucket_mb={bucket_mb} and timeout_s={timeout_s} must both be positive.")

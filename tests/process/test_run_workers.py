@@ -1,0 +1,157 @@
+"""Run on several workers: what must be equal is compared, and what differs is named on every one of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import lockstep
+from tests.models import MLP, digest
+from tests.workers import Outcome, run_workers
+
+
+def data(samples: int = 32) -> TensorDataset:
+    generator = torch.Generator().manual_seed(5)
+    return TensorDataset(torch.randn(samples, 12, generator=generator), torch.randint(0, 4, (samples,), generator=generator))
+
+
+def made(lanes: int | None = 4, **kwargs: Any) -> tuple[lockstep.Run, nn.Module, torch.optim.Optimizer]:
+    model = MLP()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return lockstep.Run(model, opt, lanes=lanes, timeout_s=5, **kwargs), model, opt
+
+
+def errors(outcomes: list[Outcome], kind: str = "UsageError") -> str:
+    """The one message that every rank got."""
+    messages = {outcome.error for outcome in outcomes}
+    assert len(messages) == 1, messages
+    (found,) = messages
+    assert found is not None
+    assert found[0] == kind, found
+    return found[1]
+
+
+def other_length(rank: int, size: int) -> None:
+    run, model, opt = made()
+    for x, y in run.shard(data(32 + rank), global_batch=8):
+        F.cross_entropy(model(x), y).backward()
+        opt.step()
+
+
+def test_datasets_of_different_length_are_told_on_every_worker() -> None:
+    message = errors(run_workers(other_length, 2, check=False))
+    assert "rank 0 has argument length (32), rank 1 has argument length (33)" in message
+
+
+def other_rate(rank: int, size: int) -> None:
+    run, model, opt = made()
+    for x, y in run.shard(data(), global_batch=8):
+        F.cross_entropy(model(x), y).backward()
+        opt.step()
+        if run.step == 2:
+            opt.param_groups[0]["lr"] = 0.1 / (1 + rank)
+
+
+def test_learning_rates_that_part_are_told_before_they_do_harm() -> None:
+    message = errors(run_workers(other_rate, 2, check=False))
+    assert "step differently in step 2" in message
+    assert "('lr', 0.05)" in message
+
+
+def too_many(rank: int, size: int) -> None:
+    made(lanes=2)
+
+
+def test_more_workers_than_lanes_are_told() -> None:
+    assert "3 workers cannot share 2 lanes" in errors(run_workers(too_many, 3, check=False))
+
+
+def other_order(rank: int, size: int) -> None:
+    run, model, opt = made()
+    for x, y in run.shard(data(), global_batch=8, sampler=range(32) if rank else range(31, -1, -1)):
+        F.cross_entropy(model(x), y).backward()
+        opt.step()
+
+
+def test_samplers_that_disagree_are_told() -> None:
+    assert "have samplers that disagree" in errors(run_workers(other_order, 2, check=False))
+
+
+def half_weighed(rank: int, size: int) -> None:
+    run, model, opt = made()
+    for x, y in run.shard(data(), global_batch=8):
+        if rank:
+            run.weigh(3)
+        F.cross_entropy(model(x), y).backward()
+        opt.step()
+
+
+def test_weights_on_some_workers_only_are_told() -> None:
+    assert "for some lanes of step 0 and not for others" in errors(run_workers(half_weighed, 2, check=False))
+
+
+def other_lanes(rank: int, size: int) -> None:
+    made(lanes=4 + rank)
+
+
+def test_different_arguments_to_run_are_told() -> None:
+    assert "setting lanes (4)" in errors(run_workers(other_lanes, 2, check=False))
+
+
+def leaves_early(rank: int, size: int) -> int:
+    run, model, opt = made()
+    for x, y in run.shard(data(), global_batch=8):
+        F.cross_entropy(model(x), y).backward()
+        opt.step()
+        if rank and run.every(2):
+            break
+    run.close()
+    return run.step
+
+
+def test_a_worker_that_leaves_the_loop_early_is_named_and_nobody_hangs() -> None:
+    outcomes = run_workers(leaves_early, 2, check=False, deadline_s=30)
+    assert outcomes[1].value == 2
+    assert outcomes[0].error is not None
+    assert outcomes[0].error[0] == "PeerError"
+    assert "rank 1" in outcomes[0].error[1]
+
+
+def resumed(rank: int, size: int) -> bytes:
+    """Rank 0 alone has loaded a state: it goes to all."""
+    torch.manual_seed(rank)
+    model = MLP()
+    opt = torch.optim.Adam(model.parameters(), lr=0.01)
+    sched = torch.optim.lr_scheduler.StepLR(opt, 3)
+    if rank == 0:
+        for x, y in (data()[:8], data()[8:16]):
+            F.cross_entropy(model(x), y).backward()
+            opt.step()
+            sched.step()
+            opt.zero_grad()
+    run = lockstep.Run(model, opt, sched, lanes=4)
+    for x, y in run.shard(data(), global_batch=8, epochs=2):
+        F.cross_entropy(model(x), y).backward()
+        opt.step()
+        sched.step()
+    assert sched.last_epoch == 10
+    run.close()
+    return digest(model)
+
+
+def test_the_state_of_optimizers_and_schedulers_comes_from_rank_0() -> None:
+    assert len({*run_workers(resumed, 1), *run_workers(resumed, 3)}) == 1
+
+
+def default_lanes(rank: int, size: int) -> tuple[int, tuple[int, int]]:
+    run, _, _ = made(None)
+    run.close()
+    return run.lanes, run.lanes_here
+
+
+def test_lanes_are_as_many_as_workers_by_default() -> None:
+    assert run_workers(default_lanes, 3) == [(3, (0, 1)), (3, (1, 2)), (3, (2, 3))]
