@@ -219,6 +219,39 @@ def reentrant() -> Job:
     return job(model, sgd(model), loss_of=lambda out, x, y: F.cross_entropy(out, y))
 
 
+class Counting(nn.Module):
+    """Counts in buffers: integers, floats, and only in batches of more than one sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = MLP()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("seen", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += len(x)
+        if len(x) > 1:
+            self.seen += x[0, :3].abs()
+        return self.body(x)
+
+
+class Noisy(torch.optim.SGD):
+    """Draws in its step."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step()
+        with torch.no_grad():
+            for group in self.param_groups:
+                for param in group["params"]:
+                    param.add_(1e-3 * torch.randn_like(param))
+
+
+def noisy(**options: Any) -> Job:
+    """Lanes without samples on workers that have no other, weights, counting buffers, random optimizers."""
+    model = Counting()
+    return job(model, Noisy(model.parameters(), lr=0.05), data=dataset(17), tokens=True, steps=2 * EPOCHS)
+
+
 SCENARIOS = {
     body.__name__: body
     for body in (
@@ -233,6 +266,7 @@ SCENARIOS = {
         weighed,
         partly_used,
         mixed,
+        noisy,
         halves,
         reentrant,
     )

@@ -92,6 +92,13 @@ def _tree(node: tuple[int, int], lanes: Mapping[int, Sums]) -> Sums | None:
     return {name: left[name] + right[name] for name in left}
 
 
+def _wide(value: Tensor) -> Tensor:
+    """In a dtype that many can be summed in."""
+    if value.dtype in (torch.float16, torch.bfloat16):
+        return value.float()
+    return value if value.is_floating_point() or value.is_complex() else value.to(torch.int64)
+
+
 def _add(sums: Sums, values: Any) -> None:
     if not isinstance(values, Mapping):
         raise UsageError(
@@ -100,7 +107,7 @@ def _add(sums: Sums, values: Any) -> None:
     for name, value in values.items():
         if not isinstance(value, (Tensor, int, float)):
             raise UsageError(f"run.evaluate cannot sum {name!r}: it is a {type(value).__name__}. Return numbers or tensors.")
-        value = value.detach() if isinstance(value, Tensor) else value
+        value = _wide(value.detach()) if isinstance(value, Tensor) else value
         if name in sums:
             sums[name] = sums[name] + value
         else:

@@ -1,4 +1,7 @@
-"""What must be asked of torch so that the same lane gives the same bits: deterministic kernels, a fixed number of threads."""
+"""What must be asked of torch so that the same lane gives the same bits: deterministic kernels, a fixed number of threads.
+
+These are settings of the whole process: they hold from the first ``Determinism`` to the end of the last.
+"""
 
 from __future__ import annotations
 
@@ -11,38 +14,51 @@ from torch import nn
 
 from lockstep.world import ask_cublas_to_repeat
 
+_open = 0
+_restore: Callable[[], None] = lambda: None  # noqa: E731
+
 
 class Determinism:
-    """Asks for deterministic kernels (and ``threads`` intra-op threads) until ``close``. Global settings of the process."""
+    """Asks for deterministic kernels (and ``threads`` intra-op threads) until ``close``, which may be called twice."""
 
     def __init__(self, model: nn.Module, threads: int | None) -> None:
-        before = (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled())
-        switches: Any = torch.utils.deterministic
-        fill, benchmark = switches.fill_uninitialized_memory, torch.backends.cudnn.benchmark
-        count = torch.get_num_threads()
+        global _open, _restore
+        if _open == 0:
+            _restore = _remember()
+        _open += 1
+        self._is_open = True
         ask_cublas_to_repeat()
         torch.use_deterministic_algorithms(True)
+        switches: Any = torch.utils.deterministic
         switches.fill_uninitialized_memory = False  # a help for debugging, which costs time
         torch.backends.cudnn.benchmark = False
         if threads is not None:
             torch.set_num_threads(threads)
-
-        def restore() -> None:
-            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-            switches.fill_uninitialized_memory = fill
-            torch.backends.cudnn.benchmark = benchmark
-            if threads is not None:
-                torch.set_num_threads(count)
-
-        self._restore: Callable[[], None] | None = restore
         self._note = model.register_forward_hook(_explain, always_call=True)
 
     def close(self) -> None:
-        """May be called twice."""
+        global _open
         self._note.remove()
-        if self._restore is not None:
-            self._restore()
-            self._restore = None
+        if self._is_open:
+            self._is_open = False
+            _open -= 1
+            if _open == 0:
+                _restore()
+
+
+def _remember() -> Callable[[], None]:
+    before = (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled())
+    switches: Any = torch.utils.deterministic
+    fill, benchmark, threads = switches.fill_uninitialized_memory, torch.backends.cudnn.benchmark, torch.get_num_threads()
+
+    def restore() -> None:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        switches.fill_uninitialized_memory = fill
+        torch.backends.cudnn.benchmark = benchmark
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+
+    return restore
 
 
 def _explain(module: nn.Module, inputs: Any, outputs: Any) -> None:

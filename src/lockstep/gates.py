@@ -33,6 +33,7 @@ class Gates:
     ):
         self._may_step, self._stepped = may_step, stepped
         self._restore: list[Callable[[], None]] = []
+        self._params = params
         self.objects = objects
         self.optimizers = [each for each in objects if isinstance(each, Optimizer)]
         self.scalers = [each for each in objects if isinstance(each, GradScaler)]
@@ -59,10 +60,14 @@ class Gates:
 
     def describe(self) -> list[Any]:
         return [
-            sorted((k, v) for k, v in group.items() if isinstance(v, (bool, int, float, str, tuple)))
+            [("parameters", len(group["params"])), *sorted((k, _plain(v)) for k, v in group.items() if _is_plain(v))]
             for optimizer in self.optimizers
             for group in optimizer.param_groups
         ]
+
+    def require_sense(self) -> None:
+        """Again, since parameter groups may have been added."""
+        _require_model(self.optimizers, self._params)
 
     def close(self) -> None:
         for restore in reversed(self._restore):
@@ -75,7 +80,9 @@ class Gates:
             return
         own = name in vars(target)
 
-        def gated(_: Any, *args: Any, **kwargs: Any) -> Any:
+        def gated(whose: Any, *args: Any, **kwargs: Any) -> Any:
+            if whose is not target:  # a copy of it, which is nobody's
+                return getattr(type(whose), name)(whose, *args, **kwargs)
             return behave(target, before, f"{type(target).__name__}.{name}()", args, kwargs)
 
         gated.__name__, gated.__doc__, gated.__wrapped__ = name, before.__doc__, before  # type: ignore[attr-defined]
@@ -143,7 +150,7 @@ def _require_sense(objects: Sequence[Any], optimizers: Sequence[Optimizer], para
         raise UsageError(
             "Run needs the optimizers whose step() it is to keep in step. Pass them: lockstep.Run(model, optimizer, ...)."
         )
-    known = {id(p) for p in params}
+    _require_model(optimizers, params)
     for optimizer in optimizers:
         kind = type(optimizer).__name__
         if _needs_closure(optimizer):
@@ -151,6 +158,12 @@ def _require_sense(objects: Sequence[Any], optimizers: Sequence[Optimizer], para
                 f"{kind} needs a closure, which runs backward() several times per step: with lanes on several workers that is not "
                 "defined. Use an optimizer whose step() takes none (SGD, Adam, AdamW, ...)."
             )
+
+
+def _require_model(optimizers: Sequence[Optimizer], params: Sequence[Tensor]) -> None:
+    known = {id(p) for p in params}
+    for optimizer in optimizers:
+        kind = type(optimizer).__name__
         for group in optimizer.param_groups:
             for param in group["params"]:
                 if id(param) not in known:
@@ -158,6 +171,16 @@ def _require_sense(objects: Sequence[Any], optimizers: Sequence[Optimizer], para
                         f"{kind} updates a parameter of shape {list(param.shape)} that is not the model's: nobody would average "
                         "its gradient. Put its module into the model, or leave the parameter out."
                     )
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, (bool, int, float, str, tuple)) or (
+        isinstance(value, Tensor) and value.numel() == 1 and not value.is_cuda
+    )
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) else value
 
 
 def _needs_closure(optimizer: Optimizer) -> bool:

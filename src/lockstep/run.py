@@ -11,6 +11,7 @@ The user's loop drives everything. In each turn of it (one lane of one step):
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -18,9 +19,10 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from lockstep.agreement import Agreement
 from lockstep.comm.base import Comm
 from lockstep.comm.choose import open_comm
-from lockstep.comm.exchange import broadcast_in_place, gather_bytes
+from lockstep.comm.exchange import gather_bytes
 from lockstep.data.choose import open_source
 from lockstep.data.seeding import preserved_randomness, seed_everything
 from lockstep.data.shard import Shard, Step
@@ -34,8 +36,7 @@ from lockstep.observe.log import LaneLog, Sink
 from lockstep.plan.lanes import deal
 from lockstep.plan.samples import MODEL, lane_seed, sample_seed
 from lockstep.plan.tree import fold
-from lockstep.same import require_equal, require_same
-from lockstep.state import digest, empty_tensors, flatten, unflatten
+from lockstep.same import require_equal
 from lockstep.world import World
 
 
@@ -48,6 +49,7 @@ class _Loop:
     lane: int = -1
     is_last: bool = False
     committed: bool = False
+    turns: int = 0
 
 
 class Run:
@@ -85,6 +87,8 @@ class Run:
         self._log_every = log_every
         self._stages = 0
         self._loop: _Loop | None = None
+        self._closed = False
+        self._broken_off: int | None = None
         params = [p for _, p in parameters_of(model, ())]
         self.device = device_of(params)
         self._owns_comm = comm is None or isinstance(comm, str)
@@ -103,9 +107,11 @@ class Run:
             self.engine = self._engine = LaneEngine(model, comm, self.lanes, exact=exact, bucket_mb=bucket_mb)
             self.gates = Gates(optimizers_and_schedulers, self.engine.params, self._may_step, self._stepped)
             self._log = LaneLog([on_log] if on_log is not None and self.is_main else [])
-            self.engine.settings, self.engine.on_difference = self.gates.settings, self._settings_differ
-            self._require_same()
-            self._share_state()
+            self.engine.settings, self.engine.on_averaged = self.gates.settings, self._averaged
+            self.engine.on_difference = lambda rank: self._agreement.settings_differ(self.step, rank)
+            self._agreement = Agreement(comm, self.engine, self.gates)
+            self._agreement.require_same(self.lanes, exact, seed)
+            self._agreement.share_state(self.device)
         except BaseException:
             self.close()
             raise
@@ -138,6 +144,17 @@ class Run:
     def committed(self) -> bool:
         """Whether this turn's ``opt.step()`` committed a step: true once per step, on every worker alike."""
         return self._loop is not None and self._loop.committed
+
+    @property
+    def averaged(self) -> bool:
+        """Whether the step's gradients are there: true from the last turn's ``backward()`` to the end of the turn."""
+        return self._loop is not None and self.engine.phase is Phase.AVERAGED
+
+    @property
+    def stands_in(self) -> bool:
+        """Whether this turn's batch is a stand-in, which counts for nothing: this worker has no samples in the step."""
+        loop = self._loop
+        return loop is not None and loop.step is not None and loop.lane >= 0 and loop.step.counts[loop.lane] == 0
 
     @property
     def logged(self) -> dict[str, float]:
@@ -188,7 +205,7 @@ class Run:
                 sampler=sampler,
                 num_workers=num_workers,
                 collate_fn=collate_fn,
-                pin_memory=pin_memory,
+                pin_memory=self.device.type == "cuda" if pin_memory is None else pin_memory,
                 prefetch_factor=prefetch_factor,
             )
 
@@ -210,13 +227,16 @@ class Run:
         self.engine.weigh(float(weight))
 
     def log(self, **values: Any) -> None:
-        """Note numbers (or tensors of one element) of this lane; averaged over lanes by weight, some steps later."""
+        """Note numbers (or tensors of one element) of this lane; averaged over lanes by weight, some steps later.
+
+        What belongs to the step, not to a lane (a gradient's norm, a learning rate), stands under ``if run.committed``.
+        """
         loop = self._loop
         if loop is None or loop.step is None:
             raise UsageError("run.log() was called outside the loop over run.shard(...). Call it in the loop body.")
         step = self.step if loop.committed else self.step + 1
         if loop.step.counts[loop.lane]:
-            self._log.note(step, loop.lane, self.engine.weight_of(loop.lane), values)
+            self._log.note(step, loop.lane, values)
 
     def evaluate(
         self,
@@ -232,9 +252,16 @@ class Run:
         All workers must call it: outside the loop, or under ``run.every(...)``. The model is in eval
         mode and gradients are off meanwhile. The same bits on any number of workers.
         """
+        self._require_open()
         self._require_collective("run.evaluate(...)")
         source = open_source(
-            dataset, lanes=self.lanes, global_batch=global_batch, num_workers=num_workers, collate_fn=collate_fn, seed=self.seed
+            dataset,
+            lanes=self.lanes,
+            global_batch=global_batch,
+            num_workers=num_workers,
+            collate_fn=collate_fn,
+            seed=self.seed,
+            pin_memory=self.device.type == "cuda",
         )
         require_equal(
             self.comm,
@@ -245,7 +272,7 @@ class Run:
         training = [module for module in self.model.modules() if module.training]
         try:
             self.model.eval()
-            with preserved_randomness(), torch.no_grad():
+            with preserved_randomness(), self.engine.untouched_buffers(), torch.no_grad():
                 mine = sum_here(fn, source, self.lanes_here, lane_seed(self.seed, self.step, 0, MODEL))
         finally:
             source.close()
@@ -255,6 +282,8 @@ class Run:
 
     def close(self) -> None:
         """Unhook the model, give the optimizers their ``step`` back, close the connections. May be called twice."""
+        self._closed = True
+        self._tell_broken_off()
         if self.gates is not None:
             self.gates.close()
         if self._engine is not None:
@@ -264,12 +293,20 @@ class Run:
         if self._owns_comm:
             self.comm.close()
 
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     # -- told by the shard -------------------------------------------------------------------
 
     def enter(self, shard: Shard) -> int:
+        self._require_open()
         if self._loop is not None:
             raise UsageError(
-                "a loop over run.shard(...) inside another one: a step belongs to one loop. End that one, or use run.evaluate."
+                "a loop over run.shard(...) inside another one (or an iterator of one that is still held): a step belongs to one "
+                "loop. End that one (del the iterator), or use run.evaluate."
             )
         require_equal(
             self.comm,
@@ -293,18 +330,27 @@ class Run:
 
     def start_step(self, step: Step) -> None:
         assert self._loop is not None
-        self._loop.step = step
+        self._loop.step, self._loop.turns = step, 0
+        self._agreement.compare_trainable()
+        if step.index == 1:
+            self._require_unchanged()  # what the first forward has made
         self.engine.start_step(self.step, step.counts)
 
     def start_turn(self, lane: int, is_last: bool) -> None:
         assert self._loop is not None
         self._loop.lane, self._loop.is_last, self._loop.committed = lane, is_last, False
+        self._loop.turns += 1
         self.engine.start_lane(lane, is_last)
         seed_everything(lane_seed(self.seed, self.step, lane))
 
     def end_turn(self) -> None:
         loop = self._loop
         assert loop is not None
+        if self.engine.phase is Phase.BACKWARD:
+            raise UsageError(
+                f"backward() raised in step {self.step} and the exception was caught: half of lane {loop.lane} is gone, and other "
+                "workers wait for it. Let the exception end the run; to skip a batch call run.weigh(0) before backward()."
+            )
         if self.engine.phase is Phase.LANE:
             raise UsageError(
                 f"the loop body ended without backward() in step {self.step} (lane {loop.lane}). Every turn needs one: every other "
@@ -316,15 +362,23 @@ class Run:
                 f"the loop body ended without {names}, though the last lane of step {self.step} was averaged. "
                 "Call it in every turn, on the optimizer that was passed to Run; it does nothing until the last one."
             )
+        self._log.weigh(self.engine.weight_of(loop.lane))
         if loop.committed and self.step % self._log_every == 0:
             self._log.exchange(self.comm)
+            self._agreement.compare_buffers(self.step)
 
     def exhausted(self) -> None:
+        self._agreement.compare_buffers(self.step)
         self._log.exchange(self.comm)
+
+    def broken_off(self) -> None:
+        if self._loop is not None and self._loop.turns > 1 and not self._loop.committed:
+            self._broken_off = self.step
 
     def leave(self) -> None:
         self._loop = None
         self.engine.stop()
+        seed_everything(lane_seed(self.seed, self.step, self.lanes))
 
     def gather_counts(self, counts: Sequence[int]) -> tuple[int, ...]:
         texts = gather_bytes(self.comm, json.dumps(list(counts)).encode(), "the samples of each lane")
@@ -337,8 +391,15 @@ class Run:
         if loop is None:
             return True
         if self.engine.phase in (Phase.LANE, Phase.BACKWARD):
-            raise UsageError(f"{what} came before backward() in step {self.step}: there is no gradient yet. Call backward() first.")
+            raise UsageError(
+                f"{what} came before backward() in step {self.step} (or it reached no parameter of the model): there is no "
+                "gradient yet. Call backward() first."
+            )
         return loop.is_last
+
+    def _averaged(self) -> None:
+        """From here to the next turn all workers do the same: whoever draws must draw the same."""
+        seed_everything(lane_seed(self.seed, self.step, self.lanes))
 
     def _stepped(self) -> None:
         if self._loop is not None and not self._loop.committed:
@@ -352,46 +413,29 @@ class Run:
         assert self.gates is not None
         return self.gates
 
-    def _require_same(self) -> None:
-        settings = {
-            "lanes": self.lanes,
-            "exact": self.exact,
-            "seed": self.seed,
-            "threads": torch.get_num_threads() if self.exact and self.device.type == "cpu" else "any",
-            "torch": torch.__version__,
-            "objects": self._the_gates.names(),
-        }
-        require_same(self.comm, self.engine.named, self.engine.buffers.named(), settings)
+    def _tell_broken_off(self) -> None:
+        """Not in ``leave``, which also runs while an exception ends the program."""
+        if self._broken_off is not None:
+            warnings.warn(
+                f"a loop over run.shard was left in the middle of step {self._broken_off}: its lanes so far were dropped, and "
+                "which they were depends on the number of workers. Leave it when run.committed is true, and count by run.step.",
+                stacklevel=3,
+            )
+            self._broken_off = None
 
-    def _share_state(self) -> None:
-        """Rank 0's parameters, buffers, and whatever optimizers and schedulers hold already, to all."""
-        tensors = [*(p for _, p in self.engine.named), *self.engine.buffers.tensors()]
-        broadcast_in_place(self.comm, tensors, 0, "the initial parameters")
-        if self.comm.size == 1:
-            return
-        for name, each in zip(self._the_gates.names(), self._the_gates.objects, strict=True):
-            skeleton, held = flatten(each.state_dict(), f"the state of {name}")
-            prints = gather_bytes(self.comm, digest(skeleton, held), f"the fingerprint of {name}")
-            if len(set(prints)) == 1:
-                continue
-            texts = gather_bytes(self.comm, skeleton.encode() if self.is_main else b"", f"the state of {name}")
-            if not self.is_main:
-                skeleton = texts[0].decode()
-                held = empty_tensors(skeleton, str(self.device))
-            broadcast_in_place(self.comm, held, 0, f"the state of {name}")
-            if not self.is_main:
-                each.load_state_dict(unflatten(skeleton, held))
-
-    def _settings_differ(self, rank: int) -> None:
-        rows = [["hyperparameters of group", str(k), str(values)] for k, values in enumerate(self._the_gates.describe())]
-        require_equal(
-            self.comm,
-            rows,
-            f"step differently in step {self.step}",
-            "Change learning rates only by what is equal on every worker: a schedule, or the result of run.evaluate.",
-        )
+    def _require_open(self) -> None:
+        self._tell_broken_off()
+        if self._closed:
+            raise UsageError("this Run is closed. Make a new one.")
 
     def _require_unchanged(self) -> None:
+        self._the_gates.require_sense()
+        unsettled = self.engine.buffers.unsettled()
+        if unsettled:
+            raise UsageError(
+                f"buffer {unsettled[0]} appeared or vanished after Run(...) was made: nobody would average it. Register it with a "
+                "tensor before; a cache that every worker can compute for itself with persistent=False."
+            )
         now = [id(p) for _, p in _named(self.model)]
         if now != [id(p) for _, p in self.engine.named]:
             old = {name for name, _ in self.engine.named}

@@ -87,8 +87,8 @@ def _unpack(packed: Any, tensors: Sequence[Tensor]) -> Any:
     return tuple(items) if kind == "tuple" else items
 
 
-def empty_tensors(skeleton: str, where: str | None = None) -> list[Tensor]:
-    """Tensors of the shapes and dtypes that a skeleton names, to receive into, on their devices or on ``where``."""
+def empty_tensors(skeleton: str, where: str) -> list[Tensor]:
+    """Tensors of the shapes and dtypes that a skeleton names, to receive into: on the host if they lay there, else on ``where``."""
     found: dict[int, Tensor] = {}
 
     def visit(packed: Any) -> None:
@@ -96,7 +96,7 @@ def empty_tensors(skeleton: str, where: str | None = None) -> list[Tensor]:
             ((kind, inside),) = packed.items()
             if kind == "tensor":
                 number, dtype, shape, device = inside
-                found[number] = torch.empty(shape, dtype=getattr(torch, dtype), device=where or device)
+                found[number] = torch.empty(shape, dtype=getattr(torch, dtype), device="cpu" if device == "cpu" else where)
             elif kind != "float":
                 for item in inside:
                     for part in item if kind in ("dict", "counter") else [item]:

@@ -20,6 +20,7 @@ FLOOR = {
     "observe": 3,
     "exactness": 3,
     "gates": 3,
+    "agreement": 4,
     "replica": 4,
     "evaluate": 4,
     "ddp": 5,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -408,7 +410,9 @@ def test_a_closure_or_an_unknown_scaler_is_told() -> None:
             scaler.scale(model(x).sum()).backward()
             if model.layers[0].weight.grad is not None:
                 scaler.step(opt)
-    run.close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # left in mid-step, by the exception
+        run.close()
 
 
 def test_operators_that_cannot_repeat_themselves_are_named() -> None:
@@ -462,3 +466,159 @@ def test_any_collate_function_and_any_sampler_give_the_global_order() -> None:
     assert samples.asked == list(range(11, -1, -1))
     assert set(sizes) == {(2, 12)}
     run.close()
+
+
+# -- found by attack -------------------------------------------------------------------------
+
+
+def test_a_loop_left_in_mid_step_leaves_no_trace_in_buffers_and_is_told() -> None:
+    run, model, _ = made(4, build("cnn"))
+    before = digest(model)
+    for number, (x, _) in enumerate(run.shard(data(), global_batch=8)):
+        model(x).sum().backward()
+        if number == 2:
+            break
+    assert digest(model) == before
+    with pytest.warns(UserWarning, match="left in the middle of step 0"):
+        run.close()
+
+
+def test_an_exception_in_the_body_ends_the_loop_and_another_may_begin() -> None:
+    run, model, opt = made(2)
+    with pytest.raises(ZeroDivisionError):
+        for _ in run.shard(data(), global_batch=8):
+            1 / 0  # noqa: B018
+    for batch in run.shard(data(8), global_batch=8):
+        turn(model, opt, batch)
+    assert run.step == 1
+    run.close()
+    with pytest.raises(UsageError, match="closed"):
+        next(iter(run.shard(data(), global_batch=8)))
+
+
+def test_a_backward_that_raised_and_was_caught_is_told() -> None:
+    run, model, _ = made(2)
+
+    def refuse(grad: Tensor) -> None:
+        raise RuntimeError("no")
+
+    with pytest.raises(UsageError, match="half of lane 0 is gone"):
+        for x, _ in run.shard(data(), global_batch=8):
+            loss = model(x).sum()
+            model.layers[0].bias.register_hook(refuse)
+            try:
+                loss.backward()
+            except RuntimeError:
+                continue
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # left in mid-step, by the exception
+        run.close()
+
+
+def test_a_scheduler_that_run_does_not_know_is_told() -> None:
+    run, model, opt = made(2)
+    sched = torch.optim.lr_scheduler.StepLR(opt, 1)
+    with pytest.raises(UsageError, match="changed between two lanes of step 0"):
+        for batch in run.shard(data(), global_batch=8):
+            turn(model, opt, batch)
+            sched.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # left in mid-step, by the exception
+        run.close()
+
+
+def test_a_rate_set_at_the_top_of_the_body_is_fine() -> None:
+    run, model, opt = made(2)
+    for batch in run.shard(data(16), global_batch=8):
+        opt.param_groups[0]["lr"] = 0.1 / (1 + run.step)
+        turn(model, opt, batch)
+    run.close()
+
+
+def test_a_parameter_group_added_later_must_be_the_models() -> None:
+    run, _, opt = made(2)
+    opt.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+    with pytest.raises(UsageError, match=r"shape \[3\] that is not the model's"):
+        next(iter(run.shard(data(), global_batch=8)))
+    run.close()
+
+
+def test_evaluate_leaves_buffers_alone_and_sums_in_wide_dtypes() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(12, 4)
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return self.layer(x)
+
+    run, model, _ = made(2, Counting())
+    sums = run.evaluate(
+        lambda b: {
+            "true": torch.tensor(True),
+            "byte": torch.tensor(100, dtype=torch.uint8),
+            "half": torch.tensor(2048.0, dtype=torch.float16),
+            "out": model(b[0]).sum(),
+        },
+        data(40),
+        global_batch=2,
+    )
+    assert (int(sums["true"]), int(sums["byte"]), float(sums["half"])) == (40, 4000, 81920.0)
+    assert model.calls == 0
+    run.close()
+
+
+def test_half_precision_gradients_of_many_lanes_do_not_overflow() -> None:
+    model = nn.Linear(12, 1, bias=False).half()
+    opt = torch.optim.SGD(model.parameters(), lr=1e-6)
+    run = lockstep.Run(model, opt, lanes=8)
+    for _ in run.shard(data(8), global_batch=8):
+        (model.weight * 9000.0).sum().backward()
+        if run.averaged:
+            assert torch.equal(model.weight.grad, torch.full((1, 12), 9000.0).half())
+        opt.step()
+    run.close()
+
+
+def test_large_buffers_that_batch_norm_changes_are_averaged() -> None:
+    model = nn.Sequential(nn.Linear(12, 20000), nn.BatchNorm1d(20000), nn.Linear(20000, 4))
+    run, _, opt = made(4, model)
+    expected = torch.zeros(20000)
+    with torch.no_grad():
+        for k in range(4):
+            expected += 0.1 * model[0](data(16).tensors[0][4 * k : 4 * k + 4]).mean(0) / 4
+    for batch in run.shard(data(16), global_batch=16):
+        turn(model, opt, batch)
+    torch.testing.assert_close(model[1].running_mean, expected, rtol=1e-4, atol=1e-5)
+    run.close()
+
+
+def test_copies_of_gated_objects_are_nobodys() -> None:
+    model = build("mlp")
+    opt = torch.optim.SGD(model.parameters(), lr=1.0)
+    sched = torch.optim.lr_scheduler.StepLR(opt, 1)
+    run = lockstep.Run(model, opt, sched, lanes=2)
+    before = sched.last_epoch
+    other = copy.deepcopy(sched)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's: the scheduler before the optimizer
+        other.step()
+    assert (sched.last_epoch, other.last_epoch) == (before, before + 1)
+    run.close()
+
+
+def test_determinism_lasts_from_the_first_run_to_the_end_of_the_last() -> None:
+    first, second = made(2)[0], made(2)[0]
+    first.close()
+    assert torch.are_deterministic_algorithms_enabled()
+    second.close()
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_what_cannot_be_averaged_is_refused_by_name() -> None:
+    model = build("mlp")
+    model.register_buffer("wide", torch.zeros(1).expand(5))
+    with pytest.raises(UsageError, match="buffer wide is sparse or expanded"):
+        made(2, model)

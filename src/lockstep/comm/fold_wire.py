@@ -169,16 +169,13 @@ def pieces(mesh: Mesh, rows: Sequence[Tensor], fold: Fold, out: Tensor) -> list[
 def finish(parts: Sequence[Piece], scale: float | None, turns: Turns, turn: int) -> Steps:
     """What is left of a fold whose pieces have been scattered. ``turn`` was taken when it was issued."""
     for piece in parts:
-        for work in piece.works:
-            yield from until(work)
+        yield from until(piece.works)
         piece.add(scale)
         yield from turns.come(turn)
         piece.share()
     yield from turns.come(turn)
     turns.pass_on()
-    for piece in parts:
-        for work in piece.works:
-            yield from until(work)
+    yield from until([work for piece in parts for work in piece.works], last=True)
 
 
 def through_host(tensor: Tensor, fold: Fold, rank: int, start: Callable[[Tensor], Pending]) -> Pending:

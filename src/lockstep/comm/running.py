@@ -6,13 +6,19 @@ are under way, lets all of them go on whenever it is called, and knows how to wa
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from typing import Any, Protocol
+from collections.abc import Generator, Sequence
+from typing import Any, NamedTuple, Protocol
 
 from lockstep.errors import PeerError
 
 Steps = Generator[Any, None, None]
-"""What an operation does. Yields the torch work it waits for, or None where only another look can tell."""
+"""What an operation does. Yields the torch work it waits for (a ``Last`` one, if so), or None where only another look can tell."""
+
+
+class Last(NamedTuple):
+    """A work after which nothing is left to do: nobody needs this thread to see its end but the one who waits."""
+
+    work: Any
 
 
 class Driver(Protocol):
@@ -84,8 +90,9 @@ class Turns:
         self._now += 1
 
 
-def until(work: Any) -> Steps:
-    """Wait for a torch work; raises its error."""
-    while not work.is_completed():
-        yield work
-    work.wait()
+def until(works: Sequence[Any], last: bool = False) -> Steps:
+    """Wait for torch works; raises their errors."""
+    for work in works:
+        while not work.is_completed():
+            yield Last(work) if last else work
+        work.wait()

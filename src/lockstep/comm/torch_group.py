@@ -25,7 +25,7 @@ from lockstep.comm.fold import check_fold, fold_here, rows_of
 from lockstep.comm.fold_stream import fold_on_stream
 from lockstep.comm.fold_wire import Mesh, Spare, Wire, finish, pieces, through_host
 from lockstep.comm.guard import Guard
-from lockstep.comm.running import Done, Running, Steps, Turns
+from lockstep.comm.running import Done, Last, Running, Steps, Turns
 from lockstep.comm.sockets import Connections
 from lockstep.comm.store import await_ranks
 from lockstep.comm.waits import CudaPending, GlooPending, Recorded, first_line, slice_of_wait
@@ -213,7 +213,7 @@ class TorchGroup:
             return self._track(Recorded(self._side, tensor.device), count, what)
 
     def await_(self, running: Running, timeout_s: float | None) -> None:
-        """Block on the oldest fold's work, since the others take their turns after it, and look up now and then."""
+        """Block on one work at a time, and look up now and then."""
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         started = time.monotonic()
         while True:
@@ -225,12 +225,18 @@ class TorchGroup:
             waited_s = time.monotonic() - started
             if waited_s >= limit_s:
                 raise self.guard.explain(running.count, running.what, waited_s)
-            work = self._running[0].waits_for
-            assert work is not None, "the oldest fold waits for nobody's turn"
             try:
-                work.wait(slice_of_wait(limit_s - waited_s, len(self._running) > 1))
+                self._next_work(running).wait(slice_of_wait(limit_s - waited_s, len(self._running) > 1))
             except RuntimeError:
                 continue  # the slice is over, or the work failed: its steps find out
+
+    def _next_work(self, running: Running) -> Any:
+        """The oldest values that have to be added here, before results that come by themselves."""
+        for one in self._running:
+            if one.waits_for is not None and not isinstance(one.waits_for, Last):
+                return one.waits_for
+        assert isinstance(running.waits_for, Last), "a turn that nobody has"
+        return running.waits_for.work
 
     def explain(self, running: Running, error: RuntimeError) -> PeerError:
         return self.guard.explain(running.count, running.what, 0.0, first_line(error))

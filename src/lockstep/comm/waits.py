@@ -15,7 +15,7 @@ import torch
 from lockstep.comm.guard import Guard
 
 _SLICE_S = 0.5  # a wait looks up this often, so that Ctrl-C gets through
-_GLANCE_S = 0.002  # and this often where another operation may need this thread
+_GLANCE_S = 0.001  # and this often where another operation may need this thread
 
 
 def slice_of_wait(left_s: float, busy: bool) -> timedelta:
@@ -39,10 +39,11 @@ class GlooPending:
             try:
                 self._work.wait(slice_of_wait(limit_s - waited_s, busy))
                 return
-            except RuntimeError as error:
+            except RuntimeError:
                 waited_s = time.monotonic() - started
                 if self._work.is_completed():
-                    if self._work.exception() is None:
+                    error = _error_of(self._work)
+                    if error is None:
                         return  # it ended just after its slice did
                     raise self._guard.explain(self._count, self._what, waited_s, first_line(error)) from error
                 if waited_s >= limit_s:
@@ -84,6 +85,15 @@ class Recorded:
 
     def is_completed(self) -> bool:
         return bool(self._event.query())
+
+
+def _error_of(work: Any) -> RuntimeError | None:
+    """Of a completed work. (``exception()`` has no Python form in some versions of torch.)"""
+    try:
+        work.wait(timedelta(seconds=1))
+    except RuntimeError as error:
+        return error
+    return None
 
 
 def first_line(error: BaseException) -> str:

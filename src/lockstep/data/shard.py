@@ -50,6 +50,9 @@ class Driver(Protocol):
     def exhausted(self) -> None:
         """The loop has come to its end, on every worker."""
 
+    def broken_off(self) -> None:
+        """The loop was left by ``break``, or by an exception in its body."""
+
     def leave(self) -> None:
         """The loop is over: at its end, by ``break``, or by an exception."""
 
@@ -85,6 +88,9 @@ class Shard:
                 yield micro.batch
                 self._driver.end_turn()
             self._driver.exhausted()
+        except GeneratorExit:
+            self._driver.broken_off()
+            raise
         finally:
             source.close()
             self._driver.leave()

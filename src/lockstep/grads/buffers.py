@@ -31,6 +31,11 @@ class Buffers:
                         self._names.append(full)
                     homes.setdefault(id(buffer), []).append((owner, name))
         self._homes = list(homes.values())
+        self._module, self._kept = module, _persistent(module)
+
+    def unsettled(self) -> list[str]:
+        """Persistent buffers that have appeared or vanished since. (Others are caches, and the model's own business.)"""
+        return sorted(self._kept ^ _persistent(self._module))
 
     def tensors(self) -> list[Tensor]:
         found = (owner._buffers[name] for ((owner, name), *_) in self._homes)
@@ -49,9 +54,14 @@ class Buffers:
         with torch.no_grad():
             broadcast.finish(self.write)
 
+    @staticmethod
+    def is_free(buffer: Tensor) -> bool:
+        """Whether no graph has saved it, so that it may be written in place."""
+        return bool(buffer._use_count() == 1)  # type: ignore[attr-defined]
+
     def write(self, old: Tensor, value: Tensor) -> None:
         """``old`` becomes ``value``, or is replaced by it where a graph has saved it."""
-        if old._use_count() == 1:  # type: ignore[attr-defined]
+        if self.is_free(old):
             old.copy_(value)
             return
         fresh = value.clone()
@@ -59,3 +69,12 @@ class Buffers:
             for owner, name in home:
                 if owner._buffers[name] is old:
                     owner._buffers[name] = fresh
+
+
+def _persistent(module: nn.Module) -> set[str]:
+    return {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, owner in module.named_modules()
+        for name, buffer in owner._buffers.items()
+        if buffer is not None and name not in owner._non_persistent_buffers_set
+    }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from ctypes import string_at
 from dataclasses import dataclass
 
 import torch
@@ -57,7 +58,7 @@ class Exchange:
         if self._pending is None:
             return [self._mine]
         self._pending.wait()
-        return [Word.unpack(bytes(row.tolist()), self._lanes, self._params) for row in self._everyone]
+        return [Word.unpack(string_at(row.data_ptr(), row.numel()), self._lanes, self._params) for row in self._everyone]
 
 
 def union(flags: Sequence[bytes]) -> bytes:

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 from lockstep.comm.base import Comm
@@ -48,14 +50,22 @@ class LaneEngine:
         trainable = [(name, p) for name, p in self.named if p.is_floating_point() or p.is_complex()]
         self.params = [p for _, p in trainable]
         self.buffers = Buffers(module, ())
+        for name, buffer in self.buffers.named():
+            if buffer.layout is not torch.strided or any(
+                s == 0 and n > 1 for s, n in zip(buffer.stride(), buffer.shape, strict=True)
+            ):
+                raise UsageError(
+                    f"buffer {name} is sparse or expanded; Run can average dense ones. Store it as buffer.contiguous()."
+                )
         sparse = sparse_of(module, self.params)
         self._reducer = LaneReducer(self.params, [name for name, _ in trainable], comm, int(bucket_mb * (1 << 20)), sparse, exact)
         self._lane_buffers = LaneBuffers(self.buffers, comm)
         self.phase = Phase.IDLE
         self.settings: Callable[[], int] = lambda: 0
-        """A number that must be equal on all ranks at every step."""
-        self.on_difference: Callable[[int], None] = lambda rank: None
-        """Called on every rank where it is not, with a rank that differs from rank 0."""
+        """A number that must be equal on all ranks at every step, and in all turns of one."""
+        self.on_difference: Callable[[int | None], None] = lambda rank: None
+        """Called where it is not, with a rank that differs from rank 0 (on every rank), or None: it changed between turns here."""
+        self.on_averaged: Callable[[], None] = lambda: None
         self._deal()
         self._hooks = GradHooks(self.params, self._begin, self._reducer.ready, self._end)
         self._mark = module.register_forward_hook(Mark(self))
@@ -67,7 +77,6 @@ class LaneEngine:
         """This worker's lanes [first, last)."""
         self._fold = fold(self.lanes, dealing)
         self._most = max(last - first for first, last in dealing)
-        self._dealing = dealing
         self._reducer.deal(self._fold, self.dealt)
 
     def watch_outputs(self, outputs: Any) -> None:
@@ -88,8 +97,10 @@ class LaneEngine:
         self._unit = max(counts)
         self._weights = {lane: float(counts[lane]) for lane in range(*self.dealt)}
         self._weighed: set[int] = set()
+        self._weighs = False
+        self._first_settings: int | None = None
         self._reducer.start(step)
-        self._lane_buffers.start()
+        self._lane_buffers.start(step)
         self.phase = Phase.IDLE
 
     def start_lane(self, lane: int, is_last: bool) -> None:
@@ -102,8 +113,30 @@ class LaneEngine:
         self.phase = Phase.LANE
 
     def stop(self) -> None:
-        """The loop is over: no lane waits for a backward any more."""
+        """The loop is over: no lane waits for a backward any more. A step that is given up leaves no trace in the buffers."""
+        if self.phase not in (Phase.IDLE, Phase.AVERAGED):
+            self._lane_buffers.restore()
         self.phase = Phase.IDLE
+
+    def trainable(self) -> list[str]:
+        """Names of the parameters that want gradients now."""
+        return [name for name, param in self.named if param.requires_grad]
+
+    def buffer_fingerprints(self) -> list[list[str]]:
+        """Rows by which ranks compare the buffers they begin a step with."""
+        return self._lane_buffers.fingerprints()
+
+    @contextmanager
+    def untouched_buffers(self) -> Iterator[None]:
+        """Whatever happens inside, the buffers are afterwards as they were."""
+        before = [(tensor, tensor.detach().clone()) for tensor in self.buffers.tensors()]
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for tensor, value in before:
+                    if tensor.shape == value.shape:
+                        tensor.copy_(value)
 
     def weight_of(self, lane: int) -> float:
         return self._weights[lane]
@@ -117,6 +150,7 @@ class LaneEngine:
             )
         if not (weight >= 0 and math.isfinite(weight)):
             raise UsageError(f"run.weigh({weight}) is no weight. Pass a number of samples, tokens, ...: zero or more, and finite.")
+        self._weighs = True
         if self._counts[self._lane]:
             self._weights[self._lane] = float(weight)
             self._weighed.add(self._lane)
@@ -127,6 +161,8 @@ class LaneEngine:
         if self.phase is not Phase.LANE:
             raise UsageError(_WRONG_TIME[self.phase])
         self.phase = Phase.BACKWARD
+        if self._first_settings is None:
+            self._first_settings = self.settings()
         share = self._share(self._lane)
         return self._reducer.begin(Turn(self._lane, share, self._scale(), self._is_last))
 
@@ -140,7 +176,7 @@ class LaneEngine:
             return 1.0
         if self.comm.size == 1 and self._is_last:
             return self._scale_of(list(self._weights.values()))
-        return None if self._weighed else self._unit / sum(self._counts)
+        return None if self._weighs else self._unit / sum(self._counts)
 
     def _scale_of(self, weights: Sequence[float]) -> float:
         total = math.fsum(weights)
@@ -163,15 +199,18 @@ class LaneEngine:
         self._reducer.finish(union([word.present for word in words]), scale)
         shares = [self._share(lane) for lane in range(*self.dealt)]
         first = next(lane for lane, count in enumerate(self._counts) if count)
-        source = next(rank for rank, (low, high) in enumerate(self._dealing) if low <= first < high)
-        self._lane_buffers.finish(union([word.changed for word in words]), self._fold, self.dealt, shares, scale, source)
+        self._lane_buffers.finish(union([word.changed for word in words]), self._fold, self.dealt, shares, scale, first)
         self.phase = Phase.AVERAGED
+        self.on_averaged()
 
     def _word(self) -> Word:
         weights = tuple(self._weights[lane] for lane in range(*self.dealt))
         counted = any(self._counts[lane] and lane not in self._weighed for lane in range(*self.dealt))
+        settings = self.settings()
+        if settings != self._first_settings:
+            self.on_difference(None)
         wants = (_WEIGHED if self._weighed else 0) | (_COUNTED if counted else 0)
-        return Word(self.step, self.settings(), wants, weights, bytes(self._reducer.present), self._lane_buffers.changed())
+        return Word(self.step, settings, wants, weights, bytes(self._reducer.present), self._lane_buffers.changed())
 
     def _compare(self, words: Sequence[Word]) -> None:
         for rank, word in enumerate(words):
@@ -196,8 +235,8 @@ _WRONG_TIME = {
     ),
     Phase.BACKWARD: "the last backward() raised half-way, and its lane cannot be repeated. Let the exception end the run.",
     Phase.FOLDED: (
-        "a second backward() in one turn of the loop: the gradients of this lane have been taken already. "
-        "Add the losses and call backward() once."
+        "a second backward() in one turn of the loop: the gradients of this lane have been taken already. Add the losses and call "
+        "backward() once. (A reentrant checkpoint in a submodule that is called directly looks the same: use_reentrant=False.)"
     ),
     Phase.AVERAGED: (
         "a second backward() in one turn of the loop: the gradients of this step have been averaged already. "

@@ -26,7 +26,7 @@ from lockstep.comm.base import Comm, Pending
 from lockstep.errors import UsageError
 from lockstep.grads.layout import sentinels, specs_of
 from lockstep.grads.rows import Rows
-from lockstep.grads.scale import multiply
+from lockstep.grads.scale import headroom, multiply
 from lockstep.grads.sparse import fold_sparse
 from lockstep.grads.stack import LaneStack, Value
 from lockstep.plan.buckets import BucketPlan, plan_buckets
@@ -80,6 +80,7 @@ class LaneReducer:
         self._fold, self._first, self._last = fold, *lanes
         self._carries = carries(fold.lanes, *lanes) if self._exact else (0, *(1 for _ in range(*lanes)))[:-1]
         self._planned = []  # buckets depend on it
+        self._headroom = [headroom(p.dtype, fold.lanes) for p in self._params]
 
     # -- one step ----------------------------------------------------------------------------
 
@@ -116,13 +117,16 @@ class LaneReducer:
         fires, usual = self._fires, self._usual_fires
         complete = []
         for index in indices:
+            if not self._planned[index]:
+                self._params[index].grad = None  # unfrozen in mid-step: from the next one on, in every lane alike
+                continue
             fires[index] += 1
             if self._taken[index]:
                 raise self._too_late(index)
             if fires[index] == usual[index]:
                 complete.append(index)
         if not self._order_is_learned:
-            self._seen += [i for i in indices if fires[i] == 1]
+            self._seen += [i for i in indices if fires[i] == 1 and self._planned[i]]
         if complete:
             with torch.no_grad():
                 self._take(complete)
@@ -151,7 +155,7 @@ class LaneReducer:
                 pending.wait()
             for bucket in self._buckets:
                 if self._turn.scale is None or (not self._exact and bucket.wire.is_cuda):
-                    bucket.total.mul_(scale)
+                    bucket.total.mul_(scale / bucket.headroom)
                 for slot, index in enumerate(bucket.members):
                     self._params[index].grad = bucket.views[0][slot] if present[index] else None
         self._learn()
@@ -181,9 +185,10 @@ class LaneReducer:
             self._settle(dense, values)
 
     def _settle(self, indices: list[int], values: list[Value]) -> None:
-        share = self._turn.share
-        if share not in (0, 1):
-            multiply([v for v in values if v is not None], share)
+        for room in {self._headroom[index] for index in indices}:
+            factor = self._turn.share * room
+            if factor not in (0, 1):
+                multiply(self._with_headroom(room, indices, values), factor)
         if not self._turn.is_last:
             self._stack.fold(indices, values)
         elif not self._buckets:
@@ -194,18 +199,22 @@ class LaneReducer:
                 rows = [[views[slot] for slot, _ in chosen] for views in bucket.views]
                 if bucket.wire.is_cuda:
                     scale = None
-                self._stack.finish([indices[k] for _, k in chosen], [values[k] for _, k in chosen], rows, scale)
+                final = None if scale is None else scale / bucket.headroom
+                self._stack.finish([indices[k] for _, k in chosen], [values[k] for _, k in chosen], rows, final)
                 bucket.missing -= len(chosen)
 
     def _keep(self, indices: list[int], values: list[Value]) -> None:
         """A lone worker: the fold is the sum of all lanes."""
         scale = self._turn.scale
         assert scale is not None
-        sums = [value for value in values if value is not None]
-        if scale != 1 and sums:
-            multiply(sums, scale)
+        for room in {self._headroom[index] for index in indices}:
+            if scale / room != 1:
+                multiply(self._with_headroom(room, indices, values), scale / room)
         for index, value in zip(indices, values, strict=True):
             self._params[index].grad = value
+
+    def _with_headroom(self, room: float, indices: Sequence[int], values: Sequence[Value]) -> list[Tensor]:
+        return [v for i, v in zip(indices, values, strict=True) if v is not None and self._headroom[i] == room]
 
     def _by_bucket(self, indices: Sequence[int]) -> list[tuple[Rows, list[tuple[int, int]]]]:
         """(bucket, [(slot, place in ``indices``)]) for the buckets touched."""
@@ -225,7 +234,8 @@ class LaneReducer:
             bucket = self._buckets[self._launched]
             what = f"bucket {bucket.index} of step {self.step}"
             if self._exact:
-                scale = None if self._turn.scale == 1 else self._turn.scale
+                scale = None if self._turn.scale is None else self._turn.scale / bucket.headroom
+                scale = None if scale == 1 else scale
                 self._pending.append(self._comm.fold(bucket.wire, self._fold, scale, what))
             else:
                 self._pending.append(self._comm.reduce(bucket.wire, "sum", what))
@@ -252,7 +262,9 @@ class LaneReducer:
         self._buckets = []  # let go of the old memory before asking for the new
         if self._comm.size > 1:
             width = self._fold.width if self._exact else 1
-            self._buckets = [Rows(k, spec, width, self._params, self._comm) for k, spec in enumerate(self.plan.buckets)]
+            self._buckets = [
+                Rows(k, spec, width, self._params, self._comm, self._fold.lanes) for k, spec in enumerate(self.plan.buckets)
+            ]
 
     def _learn(self) -> None:
         """Once, adopt the order in which rank 0's gradients became ready."""

@@ -45,8 +45,8 @@ def parameters_of(module: nn.Module, ignore: Sequence[str]) -> list[tuple[str, n
             raise UsageError(f"parameter {name} is a {type(param.data).__name__}; only plain tensors can be replicated.")
         if param in _claimed:
             raise UsageError(
-                f"parameter {name} belongs to another replicated module already; it would be averaged twice. "
-                "Replicate the one module that contains both."
+                f"parameter {name} belongs to another replicated module or Run already; it would be averaged twice. "
+                "Close that one first, or take the one module that contains both."
             )
         found.append((name, param))
     if not any(param.is_floating_point() or param.is_complex() for _, param in found):

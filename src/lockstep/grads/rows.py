@@ -15,13 +15,14 @@ from torch import Tensor
 
 from lockstep.comm.base import Comm, real
 from lockstep.grads.bucket import like
+from lockstep.grads.scale import headroom
 from lockstep.plan.buckets import BucketSpec
 
 
 class Rows:
     """Memory for one ``BucketSpec``, ``width`` times. ``views[row][slot]`` is laid out like the slot's parameter."""
 
-    def __init__(self, index: int, spec: BucketSpec, width: int, params: Sequence[Tensor], comm: Comm) -> None:
+    def __init__(self, index: int, spec: BucketSpec, width: int, params: Sequence[Tensor], comm: Comm, lanes: int) -> None:
         self.index = index
         self.members = [slot.param for slot in spec.slots]
         first = params[self.members[0]]
@@ -32,3 +33,4 @@ class Rows:
         self.total = rows[0]
         self.views = [[like(rows[r], slot.offset, params[slot.param]) for slot in spec.slots] for r in range(width)]
         self.missing = len(self.members)
+        self.headroom = headroom(first.dtype, lanes)

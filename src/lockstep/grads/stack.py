@@ -81,9 +81,13 @@ class LaneStack:
             write(out, _take(level, indices), scale)
 
 
+def all_there(values: list[Value]) -> bool:
+    return all(value is not None for value in values)  # not ``None in values``: that compares tensors
+
+
 def add(mine: list[Value], others: list[Value]) -> list[Value]:
     """Sums, in the memory of ``mine`` where there is some. Zeros and zeros stay None."""
-    if None not in mine and None not in others:
+    if all_there(mine) and all_there(others):
         torch._foreach_add_(mine, others)  # type: ignore[arg-type]
         return mine
     sums: list[Value] = []
@@ -114,7 +118,7 @@ def write(out: Sequence[Tensor], values: list[Value], scale: float | None) -> No
 
 
 def write_sum(out: Sequence[Tensor], mine: list[Value], others: list[Value], scale: float | None) -> None:
-    if None in mine or None in others or out[0].is_cuda:
+    if not all_there(mine) or not all_there(others) or out[0].is_cuda:
         write(out, add(mine, others), scale)
         return
     for view, a, b in zip(out, mine, others, strict=True):

@@ -26,9 +26,9 @@ class LaneLog:
     def __init__(self, sinks: list[Sink]) -> None:
         self.latest: dict[str, float] = {}
         self._sinks = sinks
-        self._noted: list[tuple[int, int, float, dict[str, Any]]] = []
+        self._noted: list[tuple[int, int, float | None, dict[str, Any]]] = []
 
-    def note(self, step: int, lane: int, weight: float, values: Mapping[str, Any]) -> None:
+    def note(self, step: int, lane: int, values: Mapping[str, Any]) -> None:
         kept: dict[str, Any] = {}
         for name, value in values.items():
             if isinstance(value, Tensor):
@@ -44,7 +44,11 @@ class LaneLog:
                     raise UsageError(
                         f"run.log({name}={value!r:.60}) is no number. Log a number or a tensor of one element."
                     ) from None
-        self._noted.append((step, lane, weight, kept))
+        self._noted.append((step, lane, None, kept))
+
+    def weigh(self, weight: float) -> None:
+        """A turn is over: what was noted in it has this weight."""
+        self._noted = [(step, lane, weight if known is None else known, values) for step, lane, known, values in self._noted]
 
     def forget(self, step: int) -> None:
         """A step did not commit: what it logged will be logged again."""
