@@ -20,6 +20,10 @@ class Agreement:
         self._comm, self._engine, self._gates = comm, engine, gates
         self._trainable = engine.trainable()
 
+    def rebind(self, comm: Comm) -> None:
+        self._comm = comm
+        self._trainable = self._engine.trainable()
+
     def require_same(self, lanes: int, exact: bool, seed: int) -> None:
         """Before anything is shared: the model's layout and all that defines the arithmetic."""
         on_host = all(not param.is_cuda for param in self._engine.params)

@@ -14,18 +14,18 @@ import json
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
 
 from lockstep.agreement import Agreement
 from lockstep.comm.base import Comm
-from lockstep.comm.choose import open_comm
 from lockstep.comm.exchange import gather_bytes
 from lockstep.data.choose import open_source
 from lockstep.data.seeding import preserved_randomness, seed_everything
-from lockstep.data.shard import Shard, Step
+from lockstep.data.shard import Redealt, Shard, Step
+from lockstep.elastic.crew import Crew
 from lockstep.errors import UsageError
 from lockstep.evaluate import sum_everywhere, sum_here
 from lockstep.exactness import Determinism
@@ -37,7 +37,9 @@ from lockstep.plan.lanes import deal
 from lockstep.plan.samples import MODEL, lane_seed, sample_seed
 from lockstep.plan.tree import fold
 from lockstep.same import require_equal
-from lockstep.world import World
+from lockstep.world import agent_line
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -50,6 +52,11 @@ class _Loop:
     is_last: bool = False
     committed: bool = False
     turns: int = 0
+    generation: int = 0
+    calls: int = 0
+    """Gated calls that were let through in this turn."""
+    skips: int | None = None
+    """Healed in this turn: its first so many gated calls are in the state received; -1: all of them."""
 
 
 class Run:
@@ -81,42 +88,61 @@ class Run:
     ) -> None:
         _require_sense(model, lanes, seed, threads, bucket_mb, timeout_s, log_every)
         self.model, self.seed, self.exact = model, seed, exact
-        self.generation = 0
         self.step = 0
         """Steps committed so far."""
         self._log_every = log_every
-        self._stages = 0
+        self._stages = 0  # loops that this worker's script has come to
+        self._stage, self.position = 0, (0, 0)  # where the run is: the loop, and (epoch, step) in it
+        self._evaluations: list[Any] = []  # results of evaluate outside loops, for those who join later
+        self._evaluated = 0
+        self._began = self._joins_loop = False
         self._loop: _Loop | None = None
         self._closed = False
         self._broken_off: int | None = None
         params = [p for _, p in parameters_of(model, ())]
         self.device = device_of(params)
         self._owns_comm = comm is None or isinstance(comm, str)
+        trained = sum(p.nbytes for p in params if p.requires_grad)
+
+        def need_bytes(workers: int) -> int:
+            return trained * fold(lanes or workers, deal(lanes or workers, workers)).width
+
         if comm is None or isinstance(comm, str):
-            workers = World.detect().size
-            width = fold(lanes or workers, deal(lanes or workers, workers)).width
-            trained = sum(p.nbytes for p in params if p.requires_grad)
-            comm = open_comm(self.device, timeout_s=timeout_s, kind=comm, need_bytes=trained * width)
-        self.comm: Comm = comm
-        self.lanes = comm.size if lanes is None else lanes
+            self._crew = Crew(agent_line(), self.device, comm, timeout_s, need_bytes, lanes)
+        else:
+            self._crew = Crew.of(comm)
+        self.lanes = self._crew.start_size if lanes is None else lanes
         self._threads = threads if threads is not None or lanes is None or self.device.type != "cpu" else 1
         self._determinism = Determinism(model, self._threads) if exact else None
         self.gates: Gates | None = None
         self._engine: LaneEngine | None = None
         try:
-            self.engine = self._engine = LaneEngine(model, comm, self.lanes, exact=exact, bucket_mb=bucket_mb)
+            self.engine = self._engine = LaneEngine(model, self.comm, self.lanes, exact=exact, bucket_mb=bucket_mb)
             self.gates = Gates(optimizers_and_schedulers, self.engine.params, self._may_step, self._stepped)
-            self._log = LaneLog([on_log] if on_log is not None and self.is_main else [])
+            self._log = LaneLog([on_log] if on_log is not None else [])
             self.engine.settings, self.engine.on_averaged = self.gates.settings, self._averaged
             self.engine.on_difference = lambda rank: self._agreement.settings_differ(self.step, rank)
-            self._agreement = Agreement(comm, self.engine, self.gates)
-            self._agreement.require_same(self.lanes, exact, seed)
-            self._agreement.share_state(self.device)
+            self._agreement = Agreement(self.comm, self.engine, self.gates)
+            session = self._crew.session
+            if session is not None:
+                self.engine.on_lost, self.engine.wants_change = self._crew.recover, lambda: session.wants_change
+            self._crew.begin(self)
+            self._began = True
         except BaseException:
             self.close()
             raise
 
     # -- to read -----------------------------------------------------------------------------
+
+    @property
+    def comm(self) -> Comm:
+        """What carries bytes between the workers of this generation."""
+        return self._crew.comm
+
+    @property
+    def generation(self) -> int:
+        """Grows by one whenever a worker is lost, joins or leaves."""
+        return self._crew.generation
 
     @property
     def rank(self) -> int:
@@ -254,6 +280,24 @@ class Run:
         """
         self._require_open()
         self._require_collective("run.evaluate(...)")
+        outside = self._loop is None
+        if outside:
+            self._evaluated += 1
+            if self._evaluated <= len(self._evaluations):  # before this worker joined
+                return dict(self._evaluations[self._evaluated - 1])
+        result = self._crew.together(lambda: self._evaluate(fn, dataset, global_batch, num_workers, collate_fn))
+        if outside:
+            self._evaluations.append(result)
+        return result
+
+    def _evaluate(
+        self,
+        fn: Callable[[Any], Mapping[str, Any]],
+        dataset: Any,
+        global_batch: int,
+        num_workers: int,
+        collate_fn: Callable[[list[Any]], Any] | None,
+    ) -> dict[str, Any]:
         source = open_source(
             dataset,
             lanes=self.lanes,
@@ -301,51 +345,70 @@ class Run:
 
     # -- told by the shard -------------------------------------------------------------------
 
-    def enter(self, shard: Shard) -> int:
+    def enter(self, shard: Shard) -> int | None:
         self._require_open()
         if self._loop is not None:
             raise UsageError(
                 "a loop over run.shard(...) inside another one (or an iterator of one that is still held): a step belongs to one "
                 "loop. End that one (del the iterator), or use run.evaluate."
             )
-        require_equal(
-            self.comm,
-            [["argument", name, str(value)] for name, value in shard.settings.items()],
-            "are about to train on different data",
-            "Pass the same dataset and arguments to run.shard on every worker.",
-        )
-        self._loop = _Loop(self._stages)
-        self._stages += 1
-        return self._loop.stage
+        stage, self._stages = self._stages, self._stages + 1
+        if stage < self._stage:
+            return None  # over before this worker joined
+        rows = [["argument", name, str(value)] for name, value in shard.settings.items()]
+        if not self._joins_loop:
+            self._crew.together(
+                lambda: require_equal(
+                    self.comm,
+                    rows,
+                    "are about to train on different data",
+                    "Pass the same dataset and arguments to run.shard on every worker.",
+                )
+            )
+        self._joins_loop = False
+        self._loop = _Loop(stage)
+        return stage
+
+    def empty_epoch(self) -> None:
+        self.position = (self.position[0] + 1, 0)
 
     def start_epoch(self, order: int) -> None:
         self._require_unchanged()
         if order:
-            require_equal(
-                self.comm,
-                [["order", "of the samples", f"fingerprint {order:08x}"]],
-                "have samplers that disagree",
-                "A sampler must give the same order on every worker: seed it alike, or pass shuffle=True instead.",
+            self._or_redeal(
+                lambda: require_equal(
+                    self.comm,
+                    [["order", "of the samples", f"fingerprint {order:08x}"]],
+                    "have samplers that disagree",
+                    "A sampler must give the same order on every worker: seed it alike, or pass shuffle=True instead.",
+                )
             )
 
     def start_step(self, step: Step) -> None:
         assert self._loop is not None
         self._loop.step, self._loop.turns = step, 0
-        self._agreement.compare_trainable()
         if step.index == 1:
             self._require_unchanged()  # what the first forward has made
+        self._or_redeal(lambda: self._start_step(step))
+
+    def _start_step(self, step: Step) -> None:
+        self._agreement.compare_trainable()
         self.engine.start_step(self.step, step.counts)
 
     def start_turn(self, lane: int, is_last: bool) -> None:
         assert self._loop is not None
         self._loop.lane, self._loop.is_last, self._loop.committed = lane, is_last, False
         self._loop.turns += 1
+        self._loop.generation, self._loop.calls, self._loop.skips = self.generation, 0, None
         self.engine.start_lane(lane, is_last)
         seed_everything(lane_seed(self.seed, self.step, lane))
 
     def end_turn(self) -> None:
         loop = self._loop
         assert loop is not None
+        if self.engine.phase is Phase.VOID and not loop.committed:
+            self._log.forget(self.step + 1)
+            raise Redealt
         if self.engine.phase is Phase.BACKWARD:
             raise UsageError(
                 f"backward() raised in step {self.step} and the exception was caught: half of lane {loop.lane} is gone, and other "
@@ -364,24 +427,42 @@ class Run:
             )
         self._log.weigh(self.engine.weight_of(loop.lane))
         if loop.committed and self.step % self._log_every == 0:
-            self._log.exchange(self.comm)
-            self._agreement.compare_buffers(self.step)
+            self._crew.together(self._exchange)
+        if loop.committed and self.engine.change_is_due and self._crew.session is not None and loop.generation == self.generation:
+            self._crew.move()
+        if loop.generation != self.generation:
+            raise Redealt
+
+    def _exchange(self) -> None:
+        self._log.exchange(self.comm)
+        self._agreement.compare_buffers(self.step)
+        if self._crew.session is not None and self.is_main:
+            self._crew.session.say(type="progress", step=self.step, epoch=self.epoch, values=self._log.latest)
 
     def exhausted(self) -> None:
-        self._agreement.compare_buffers(self.step)
-        self._log.exchange(self.comm)
+        self._crew.together(self._exchange)
 
     def broken_off(self) -> None:
         if self._loop is not None and self._loop.turns > 1 and not self._loop.committed:
             self._broken_off = self.step
 
     def leave(self) -> None:
+        if self._loop is not None:
+            self._stage, self.position = self._loop.stage + 1, (0, 0)
         self._loop = None
         self.engine.stop()
         seed_everything(lane_seed(self.seed, self.step, self.lanes))
 
+    def _or_redeal(self, act: Callable[[], T]) -> T:
+        """A collective act inside the loader: after a recovery the step is dealt again instead."""
+        before = self.generation
+        found = self._crew.together(lambda: act() if self.generation == before else None)
+        if self.generation != before:
+            raise Redealt
+        return found  # type: ignore[return-value]
+
     def gather_counts(self, counts: Sequence[int]) -> tuple[int, ...]:
-        texts = gather_bytes(self.comm, json.dumps(list(counts)).encode(), "the samples of each lane")
+        texts = self._or_redeal(lambda: gather_bytes(self.comm, json.dumps(list(counts)).encode(), "the samples of each lane"))
         return tuple(count for text in texts for count in json.loads(text))
 
     # -- told by the gates -------------------------------------------------------------------
@@ -395,7 +476,12 @@ class Run:
                 f"{what} came before backward() in step {self.step} (or it reached no parameter of the model): there is no "
                 "gradient yet. Call backward() first."
             )
-        return loop.is_last
+        if loop.skips is not None:  # healed: the state that came holds so many of this turn's steps already
+            loop.calls += 1
+            return loop.skips >= 0 and loop.calls > loop.skips
+        allowed = loop.is_last and self.engine.phase is not Phase.VOID
+        loop.calls += allowed
+        return allowed
 
     def _averaged(self) -> None:
         """From here to the next turn all workers do the same: whoever draws must draw the same."""
@@ -403,8 +489,61 @@ class Run:
 
     def _stepped(self) -> None:
         if self._loop is not None and not self._loop.committed:
+            step = self._loop.step
+            assert step is not None
             self._loop.committed = True
             self.step += 1
+            self.position = (step.epoch + 1, 0) if step.ends_epoch else (step.epoch, step.index + 1)
+
+    # -- what a change of workers carries over (elastic/crew.py) -------------------------------
+
+    @property
+    def committed_steps(self) -> int:
+        return self.step
+
+    def give_up(self) -> None:
+        if self._loop is None or not self._loop.committed:
+            self.engine.void()
+
+    def rebind(self, comm: Comm) -> None:
+        self.engine.rebind(comm)
+        self._agreement.rebind(comm)
+
+    def agree(self) -> None:
+        self._agreement.require_same(self.lanes, self.exact, self.seed)
+        self._agreement.share_state(self.device)
+
+    def capture(self) -> dict[str, Any]:
+        loop = self._loop
+        return {
+            "step": self.step,
+            "stage": self._stage,
+            "position": self.position,
+            "in_loop": loop is not None,
+            "calls": loop.calls if loop is not None and loop.committed else -1,
+            "evaluations": self._evaluations,
+            "trainable": self.engine.trainable(),
+            "parameters": {name: param.detach() for name, param in self.engine.named},
+            "buffers": {name: buffer.detach() for name, buffer in self.engine.buffers.named()},
+            "objects": [each.state_dict() for each in self._the_gates.objects],
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take over another worker's state. In mid-loop, the step this worker missed counts as committed in this turn."""
+        with torch.no_grad():
+            for name, param in self.engine.named:
+                param.copy_(state["parameters"][name])
+                param.requires_grad_(name in state["trainable"])
+            for name, buffer in self.engine.buffers.named():
+                self.engine.buffers.write(buffer, state["buffers"][name])
+        for each, held in zip(self._the_gates.objects, state["objects"], strict=True):
+            each.load_state_dict(held)
+        self.step, self._stage, self.position = state["step"], state["stage"], state["position"]
+        self._evaluations = list(state["evaluations"])
+        if self._loop is None:
+            self._joins_loop = state["in_loop"] and not self._began
+        else:
+            self._loop.committed, self._loop.skips, self._loop.calls = True, state["calls"], 0
 
     # -- what must be equal ------------------------------------------------------------------
 

@@ -83,6 +83,32 @@ class World:
         return World()
 
 
+@dataclass(frozen=True)
+class Line:
+    """A worker's line to its agent: an open socket, its number in the run, and the run's folder."""
+
+    fd: int
+    worker: int
+    run_dir: str
+    hang_timeout_s: float = 30.0
+    start_size: int = 0
+    """How many workers the run began with; 0 where nobody says."""
+
+
+def agent_line(environ: Mapping[str, str] | None = None) -> Line | None:
+    """Where ``lockstep run`` started this process; None elsewhere."""
+    env = os.environ if environ is None else environ
+    if "LOCKSTEP_AGENT_FD" not in env:
+        return None
+    return Line(
+        _int(env, "LOCKSTEP_AGENT_FD"),
+        _int(env, "LOCKSTEP_WORKER"),
+        env["LOCKSTEP_RUN_DIR"],
+        float(env.get("LOCKSTEP_HANG_TIMEOUT", 30)),
+        int(env.get("LOCKSTEP_START_SIZE", 0)),
+    )
+
+
 def requested_comm(environ: Mapping[str, str] | None = None) -> str:
     """What LOCKSTEP_COMM asks for: one of COMMS, "auto" where it is not set."""
     asked = (os.environ if environ is None else environ).get("LOCKSTEP_COMM", "auto")

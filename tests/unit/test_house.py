@@ -12,6 +12,7 @@ FLOOR = {
     "errors": 0,
     "world": 1,
     "plan": 1,
+    "launch": 2,
     "comm": 2,
     "grads": 3,
     "data": 3,
@@ -21,14 +22,16 @@ FLOOR = {
     "exactness": 3,
     "gates": 3,
     "agreement": 4,
+    "elastic": 5,
     "replica": 4,
     "evaluate": 4,
     "ddp": 5,
     "run": 6,
+    "__main__": 8,
     "__init__": 9,
 }
 
-PURE = {"__future__", "array", "collections", "dataclasses", "hashlib", "json", "math", "lockstep"}
+PURE = {"__future__", "array", "collections", "dataclasses", "enum", "hashlib", "json", "math", "typing", "lockstep"}
 
 
 def room_of(path: Path) -> str:

@@ -56,15 +56,17 @@ def open_comm(
     timeout_s: float = 600.0,
     kind: str | None = None,
     need_bytes: int = 0,
+    store: dist.Store | None = None,
 ) -> Comm:
     """A comm for tensors on ``device``. Collective: all ranks must call it, in the same order.
 
     ``group``, or the default process group where the script made one, gives ranks and meeting
     place; otherwise ``world`` (default: ``World.detect()``) does. ``kind`` is one of
     ``lockstep.world.COMMS``; ``need_bytes`` what the buckets of one rank will hold.
+    ``store``: where ``world`` meets, if it is open already.
     """
     kind = require_comm(kind, "comm") if kind is not None else requested_comm()
-    meeting = _meet_group(group, timeout_s) if world is None and _has_group(group) else _meet_world(world, timeout_s)
+    meeting = _meet_group(group, timeout_s) if world is None and _has_group(group) else _meet_world(world, timeout_s, store)
     if meeting is None or (meeting.size == 1 and device.type == "cpu"):
         return loopback(1, timeout_s)[0]
     if device.type == "cuda":
@@ -130,11 +132,13 @@ def _meet_group(group: Any, timeout_s: float) -> Meeting:
     return Meeting(store, dist.get_rank(group), dist.get_world_size(group), timeout_s, group=group)
 
 
-def _meet_world(world: World | None, timeout_s: float) -> Meeting | None:
+def _meet_world(world: World | None, timeout_s: float, opened: dist.Store | None = None) -> Meeting | None:
     world = world or World.detect()
     if world.size == 1:
         return None
-    store = dist.PrefixStore(f"lockstep/{world.run_id}/{_number(world.rendezvous)}", open_store(world, timeout_s))
+    if opened is None:
+        opened = open_store(world, timeout_s)
+    store = dist.PrefixStore(f"lockstep/{world.run_id}/{_number(world.rendezvous)}", opened)
     return Meeting(store, world.rank, world.size, timeout_s, world.machine, local_size=world.local_size)
 
 

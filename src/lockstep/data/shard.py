@@ -29,14 +29,25 @@ class Step:
     ends_epoch: bool
 
 
+class Redealt(Exception):
+    """Raised by the driver: the world has changed, and with it this worker's lanes. Deal again from the driver's position."""
+
+
 class Driver(Protocol):
     """Who is told what happens in the loop. ``lanes``: this worker's, [first, last)."""
 
     @property
     def lanes_here(self) -> tuple[int, int]: ...
 
-    def enter(self, shard: Shard) -> int:
-        """A loop begins. Returns the number of this stage."""
+    @property
+    def position(self) -> tuple[int, int]:
+        """(epoch, step in it) of the next step to commit in this loop."""
+
+    def enter(self, shard: Shard) -> int | None:
+        """A loop begins. Returns the number of this stage; None where the run has passed it already."""
+
+    def empty_epoch(self) -> None:
+        """A stream had no sample at all in this epoch."""
 
     def start_epoch(self, order: int) -> None:
         """``order``: a fingerprint of the order in which samples come, which must be equal on every worker."""
@@ -80,13 +91,19 @@ class Shard:
         return self._steps
 
     def __iter__(self) -> Iterator[Any]:
-        source = self._open(self._driver.enter(self))
+        stage = self._driver.enter(self)
+        if stage is None:
+            return
+        source = self._open(stage)
         try:
-            turns = self._map_turns(source) if isinstance(source, MapSource) else self._stream_turns(source)
-            for micro, is_last in turns:
-                self._driver.start_turn(micro.lane, is_last)
-                yield micro.batch
-                self._driver.end_turn()
+            while self._driver.position[0] < self._epochs:  # again after each change of the world
+                try:
+                    for micro, is_last in self._map_turns(source) if isinstance(source, MapSource) else self._stream_turns(source):
+                        self._driver.start_turn(micro.lane, is_last)
+                        yield micro.batch
+                        self._driver.end_turn()
+                except Redealt:
+                    continue
             self._driver.exhausted()
         except GeneratorExit:
             self._driver.broken_off()
@@ -96,28 +113,34 @@ class Shard:
             self._driver.leave()
 
     def _map_turns(self, source: MapSource) -> Iterator[tuple[Micro, bool]]:
+        """From the driver's position on; it moves on when a step commits."""
         lanes = self._driver.lanes_here
-        source.seek(0, 0, lanes)
-        for epoch in range(self._epochs):
-            self._driver.start_epoch(source.fingerprint(epoch))
-            for index in range(source.steps_in_epoch):
-                cuts = cut(source.samples(index), self._lanes)
-                turns = passes(lanes, cuts)
-                micro = source.take()
-                counts = tuple(stop - start for start, stop in cuts)
-                self._driver.start_step(Step(epoch, index, counts, index == source.steps_in_epoch - 1))
-                for at, turn in enumerate(turns):
-                    micro = micro if at == 0 else source.take()
-                    _require_match(micro, epoch, index, turn)
-                    yield micro, at == len(turns) - 1
+        source.seek(*self._driver.position, lanes)
+        fresh = True
+        while self._driver.position[0] < self._epochs:
+            epoch, index = self._driver.position
+            if fresh or index == 0:
+                self._driver.start_epoch(source.fingerprint(epoch))
+            fresh = False
+            cuts = cut(source.samples(index), self._lanes)
+            turns = passes(lanes, cuts)
+            micro = source.take()
+            counts = tuple(stop - start for start, stop in cuts)
+            self._driver.start_step(Step(epoch, index, counts, index == source.steps_in_epoch - 1))
+            for at, turn in enumerate(turns):
+                micro = micro if at == 0 else source.take()
+                _require_match(micro, epoch, index, turn)
+                yield micro, at == len(turns) - 1
 
     def _stream_turns(self, source: StreamSource) -> Iterator[tuple[Micro, bool]]:
         lanes = self._driver.lanes_here
-        for epoch in range(self._epochs):
+        while self._driver.position[0] < self._epochs:
+            epoch, index = self._driver.position
             self._driver.start_epoch(0)
-            source.seek(epoch, 0, lanes)
-            index = 0
+            source.seek(epoch, index, lanes)
             micros, counts = self._next_of_stream(source, lanes)
+            if not any(counts):
+                self._driver.empty_epoch()
             while any(counts):
                 following = self._next_of_stream(source, lanes)  # whether this one ends the epoch
                 self._driver.start_step(Step(epoch, index, counts, not any(following[1])))

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from lockstep.comm.base import Comm
-from lockstep.errors import UsageError
+from lockstep.errors import PeerError, UsageError
 from lockstep.grads.buffers import Buffers
 from lockstep.grads.control import Exchange, Word, union
 from lockstep.grads.hooks import GradHooks
@@ -30,7 +30,7 @@ from lockstep.grads.module import Mark, claim, disclaim, parameters_of, sparse_o
 from lockstep.plan.lanes import deal
 from lockstep.plan.tree import fold
 
-_WEIGHED, _COUNTED = 1, 2
+_WEIGHED, _COUNTED, _CHANGE = 1, 2, 4
 
 
 class Phase(enum.Enum):
@@ -39,6 +39,7 @@ class Phase(enum.Enum):
     BACKWARD = "inside a backward"
     FOLDED = "the lane's gradients are taken; more lanes follow"
     AVERAGED = "the step's gradients are there"
+    VOID = "the generation broke: this turn counts for nothing"
 
 
 class LaneEngine:
@@ -66,8 +67,15 @@ class LaneEngine:
         self.on_difference: Callable[[int | None], None] = lambda rank: None
         """Called where it is not, with a rank that differs from rank 0 (on every rank), or None: it changed between turns here."""
         self.on_averaged: Callable[[], None] = lambda: None
+        self.on_lost: Callable[[PeerError], None] | None = None
+        """Called at the end of a backward in which a peer was lost, instead of raising out of it. The turn is void then."""
+        self._lost: PeerError | None = None
+        self.wants_change: Callable[[], bool] = lambda: False
+        """Whether this worker was told that somebody waits to join or leave."""
+        self.change_is_due = False
+        """Whether some worker was, before the step just averaged: then all of them know."""
         self._deal()
-        self._hooks = GradHooks(self.params, self._begin, self._reducer.ready, self._end)
+        self._hooks = GradHooks(self.params, self._begin, self._ready, self._end)
         self._mark = module.register_forward_hook(Mark(self))
         claim(p for _, p in self.named)
 
@@ -78,6 +86,19 @@ class LaneEngine:
         self._fold = fold(self.lanes, dealing)
         self._most = max(last - first for first, last in dealing)
         self._reducer.deal(self._fold, self.dealt)
+
+    def rebind(self, comm: Comm) -> None:
+        """Another generation of workers: lanes are dealt anew. Collective. Nothing of a step under way is kept."""
+        self.comm = comm
+        self._reducer.rebind(comm)
+        self._lane_buffers.rebind(comm)
+        self._deal()
+
+    def void(self) -> None:
+        """Give up the step under way: buffers are as at its beginning, and the rest of this turn counts for nothing."""
+        if self.phase not in (Phase.IDLE, Phase.AVERAGED, Phase.VOID):
+            self._lane_buffers.restore()
+        self.phase = Phase.VOID
 
     def watch_outputs(self, outputs: Any) -> None:
         if self._hooks.enabled:
@@ -114,7 +135,7 @@ class LaneEngine:
 
     def stop(self) -> None:
         """The loop is over: no lane waits for a backward any more. A step that is given up leaves no trace in the buffers."""
-        if self.phase not in (Phase.IDLE, Phase.AVERAGED):
+        if self.phase not in (Phase.IDLE, Phase.AVERAGED, Phase.VOID):
             self._lane_buffers.restore()
         self.phase = Phase.IDLE
 
@@ -158,6 +179,8 @@ class LaneEngine:
     # -- one backward ------------------------------------------------------------------------
 
     def _begin(self) -> bytes:
+        if self.phase is Phase.VOID:
+            return bytes(len(self.params))
         if self.phase is not Phase.LANE:
             raise UsageError(_WRONG_TIME[self.phase])
         self.phase = Phase.BACKWARD
@@ -186,7 +209,30 @@ class LaneEngine:
             )
         return self._unit / total
 
+    def _ready(self, indices: Sequence[int]) -> None:
+        if self.phase is Phase.BACKWARD and self._lost is None:
+            try:
+                self._reducer.ready(indices)
+            except PeerError as error:
+                if self.on_lost is None:
+                    raise
+                self._lost = error
+
     def _end(self) -> None:
+        """With somebody to recover with, a lost peer voids this turn; otherwise the error comes out of the user's backward()."""
+        if self.phase is Phase.VOID:
+            return
+        try:
+            if self._lost is not None:
+                raise self._lost
+            self._finish()
+        except PeerError as error:
+            if self.on_lost is None:
+                raise
+            self._lost = None
+            self.on_lost(error)
+
+    def _finish(self) -> None:
         self._reducer.end()
         self._lane_buffers.note(self._lane, self._counts[self._lane] > 0)
         if not self._is_last:
@@ -194,6 +240,7 @@ class LaneEngine:
             return
         words = Exchange(self.comm, self._word(), self._most).wait()
         self._compare(words)
+        self.change_is_due = any(word.wants & _CHANGE for word in words)
         weights = [weight for word in words for weight in word.weights]
         scale = 1.0 if self.lanes == 1 else self._scale_of(weights)
         self._reducer.finish(union([word.present for word in words]), scale)
@@ -209,7 +256,8 @@ class LaneEngine:
         settings = self.settings()
         if settings != self._first_settings:
             self.on_difference(None)
-        wants = (_WEIGHED if self._weighed else 0) | (_COUNTED if counted else 0)
+        change = _CHANGE if self.wants_change() else 0
+        wants = change | (_WEIGHED if self._weighed else 0) | (_COUNTED if counted else 0)
         return Word(self.step, settings, wants, weights, bytes(self._reducer.present), self._lane_buffers.changed())
 
     def _compare(self, words: Sequence[Word]) -> None:
@@ -221,7 +269,8 @@ class LaneEngine:
                 )
             if word.settings != words[0].settings:
                 self.on_difference(rank)
-        if len({bool(w.wants & _WEIGHED) for w in words if w.wants}) > 1 or any(w.wants == _WEIGHED | _COUNTED for w in words):
+        ways = {w.wants & (_WEIGHED | _COUNTED) for w in words} - {0}
+        if len(ways) > 1 or _WEIGHED | _COUNTED in ways:
             raise UsageError(
                 f"run.weigh() was called for some lanes of step {self.step} and not for others: numbers of samples and weights "
                 "of yours cannot be added. Call it in every turn of the loop body, or never."

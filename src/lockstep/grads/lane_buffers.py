@@ -43,6 +43,9 @@ class LaneBuffers:
         self._lanes: dict[int, dict[int, Tensor]] = {}
         self._step = 0
 
+    def rebind(self, comm: Comm) -> None:
+        self._comm = comm
+
     def start(self, step: int) -> None:
         """A step begins: what the buffers hold now is where every lane starts."""
         self._step = step

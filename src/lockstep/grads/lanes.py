@@ -75,6 +75,14 @@ class LaneReducer:
         self._mask = b""
         self.step = 0
 
+    def rebind(self, comm: Comm) -> None:
+        """Another generation: its comm, and rank 0's order of buckets. Collective. ``deal`` follows."""
+        self._comm, self._buckets, self._planned = comm, [], []
+        order = torch.tensor(self._order or [-1] * len(self._params), dtype=torch.int64)
+        comm.broadcast(order, 0, "the bucket order").wait()
+        self._order = [index for index in order.tolist() if index >= 0]
+        self._order_is_learned = bool(self._order)
+
     def deal(self, fold: Fold, lanes: tuple[int, int]) -> None:
         """From the next step on this worker has lanes [first, last), and ``fold`` says who holds what."""
         self._fold, self._first, self._last = fold, *lanes

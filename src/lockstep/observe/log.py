@@ -57,13 +57,13 @@ class LaneLog:
     def exchange(self, comm: Comm) -> None:
         """All workers' notes since the last time become averages, which go to the sinks, step by step."""
         mine = [[step, lane, weight, {k: float(v).hex() for k, v in values.items()}] for step, lane, weight, values in self._noted]
-        self._noted = []
         texts = [json.dumps(mine).encode()]
         if comm.size > 1:
             texts = gather_bytes(comm, texts[0], "what was logged")
+        self._noted = []  # not before: a lost peer means that all do this again
         for step, values in average([entry for text in texts for entry in json.loads(text)]):
             self.latest = values
-            for sink in self._sinks:
+            for sink in self._sinks if comm.rank == 0 else []:
                 sink(step, values)
 
 

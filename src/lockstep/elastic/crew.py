@@ -1,0 +1,160 @@
+"""Crew: the workers of a run, generation after generation. Owns the comm, and how one gives way to the next.
+
+With an agent (``lockstep run``) a lost peer is recovered from: the survivors form the next generation, bring
+everybody to the greatest committed step, and go on. Without one (a lone process, torchrun, mpirun) there is
+nobody to ask, and the ``PeerError`` is raised. Knows the run only as a ``Holder`` of state.
+
+    lost a peer, or a change is due -> give_up -> Session.next -> open comm -> rebind -> align -> go on
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from lockstep.comm.base import Comm
+from lockstep.comm.choose import open_comm
+from lockstep.elastic.session import Generation, Session
+from lockstep.elastic.transfer import align
+from lockstep.errors import PeerError
+from lockstep.world import Line, World
+
+T = TypeVar("T")
+
+
+class Holder(Protocol):
+    """What a change of workers must carry over."""
+
+    @property
+    def committed_steps(self) -> int: ...
+
+    def give_up(self) -> None:
+        """The generation is over: what did not commit must leave no trace."""
+
+    def rebind(self, comm: Comm) -> None:
+        """Use this comm from now on. Collective."""
+
+    def capture(self) -> dict[str, Any]: ...
+
+    def restore(self, state: Mapping[str, Any]) -> None: ...
+
+    def agree(self) -> None:
+        """At the very beginning: verify that all hold the same, and take rank 0's. Collective."""
+
+
+class Crew:
+    """``need_bytes(workers)``: what a worker's buckets will hold among so many; ``most``: how many can be used. All ranks must
+    construct it alike.
+    """
+
+    def __init__(
+        self,
+        line: Line | None,
+        device: torch.device,
+        kind: str | None,
+        timeout_s: float,
+        need_bytes: Callable[[int], int],
+        most: int | None = None,
+    ) -> None:
+        self._device, self._kind, self._need_bytes = device, kind, need_bytes
+        self._timeout_s = timeout_s if line is None else min(timeout_s, line.hang_timeout_s)
+        self._most = most or (line.start_size if line is not None else 0)
+        self._holder: Holder | None = None
+        self._holds_state = False
+        self.generation = 0
+        self.session = Session(line, self._abort) if line is not None else None
+        if self.session is None:
+            self.comm = open_comm(device, timeout_s=timeout_s, kind=kind, need_bytes=need_bytes(World.detect().size))
+        else:
+            self._joined = self._join(self.session)
+        self.start_size = self.comm.size if line is None or not line.start_size else line.start_size
+        """How many workers the run began with: newcomers must not take today's number for it."""
+
+    @staticmethod
+    def of(comm: Comm) -> Crew:
+        """Workers that somebody else brought together: one generation, for ever."""
+        crew = Crew.__new__(Crew)
+        crew.comm, crew.session, crew.generation, crew.start_size = comm, None, 0, comm.size
+        return crew
+
+    def begin(self, holder: Holder) -> None:
+        """``holder`` is complete: share its state, or receive that of a run under way."""
+        if self.session is None:
+            holder.agree()
+            return
+        self._holder = holder
+        try:
+            self._enter(self._joined, self.comm)
+        except PeerError as error:
+            self.recover(error)
+
+    def together(self, act: Callable[[], T]) -> T:
+        """A collective act, again after each recovery."""
+        while True:
+            try:
+                return act()
+            except PeerError as error:
+                if self.session is None:
+                    raise
+                self.recover(error)
+
+    def recover(self, error: PeerError) -> None:
+        """A peer is lost: the survivors form the next generation. ``error`` is raised where nobody can help."""
+        if self.session is None:
+            raise error
+        self.session.lost(error)
+        self.move()
+
+    def move(self) -> None:
+        """Leave this generation and enter the next."""
+        session, holder = self.session, self._holder
+        assert session is not None
+        assert holder is not None
+        holder.give_up()
+        while True:
+            self.comm.close()
+            generation = session.next(self._steps())
+            try:
+                self._enter(generation, session.open(*self._how(generation)))
+                return
+            except PeerError as error:
+                session.lost(error)
+
+    def _join(self, session: Session) -> Generation:
+        """Be taken into the run, by whichever generation stands."""
+        generation = session.join(self._most)
+        while True:
+            try:
+                self.comm = session.open(*self._how(generation))
+                return generation
+            except PeerError as error:
+                session.lost(error)
+                generation = session.next(-1)
+
+    def _how(self, generation: Generation) -> tuple[Generation, torch.device, str | None, int, float]:
+        return generation, self._device, self._kind, self._need_bytes(generation.size), self._timeout_s
+
+    def _enter(self, generation: Generation, comm: Comm) -> None:
+        """Everybody holds the state of the greatest committed step; at the very beginning, rank 0's."""
+        holder = self._holder
+        assert holder is not None
+        self.comm = comm
+        holder.rebind(comm)
+        state = align(comm, self._steps(), holder.capture, self._device)
+        if state is not None:
+            holder.restore(state)
+        elif not self._holds_state:
+            holder.agree()
+        self._holds_state = True
+        self.generation = generation.number
+
+    def _steps(self) -> int:
+        return self._holder.committed_steps if self._holder is not None and self._holds_state else -1
+
+    def _abort(self, why: str) -> None:
+        """From the session's thread: somebody of this generation is gone."""
+        comm = getattr(self, "comm", None)
+        if comm is not None:
+            comm.abort(why)

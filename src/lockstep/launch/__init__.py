@@ -1,0 +1,1 @@
+"""Starts, watches and ends workers: `lockstep run`. No torch outside the zygote."""

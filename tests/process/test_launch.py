@@ -1,0 +1,601 @@
+"""`lockstep run` on real processes: started, heard, stopped, killed; nobody is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+DEADLINE_S = 60.0
+RANK = "import os, sys, signal, time\nrank = int(os.environ.get('LOCKSTEP_RANK', -1))\n"
+
+
+class Launch:
+    """One `lockstep run`, in a folder of its own, with nothing of the test's environment that would steer it."""
+
+    def __init__(self, folder: Path, *arguments: str, env: dict[str, str] | None = None) -> None:
+        self.folder = folder
+        self.run_dir = folder / "run"
+        clean = {k: v for k, v in os.environ.items() if not k.endswith("_NUM_THREADS") and not k.startswith("LOCKSTEP_")}
+        self.out, self.err = folder / "stdout.txt", folder / "stderr.txt"
+        with self.out.open("wb") as out, self.err.open("wb") as err:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "lockstep", "run", "--run-dir", str(self.run_dir), *arguments],
+                cwd=folder,
+                env={**clean, **(env or {})},
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+            )
+
+    def wait(self) -> int:
+        return self.process.wait(DEADLINE_S)
+
+    def stdout(self) -> str:
+        return self.out.read_text()
+
+    def stderr(self) -> str:
+        return self.err.read_text()
+
+    def log(self, id: int) -> str:
+        return (self.run_dir / "workers" / str(id) / "log.txt").read_text()
+
+    def pids(self, count: int) -> list[int]:
+        """Of the workers, which write them into files named pid-*; waits until there are so many."""
+        until(lambda: len(self._pids()) >= count or self.process.poll() is not None)
+        found = self._pids()
+        assert len(found) == count, self.stderr()
+        return found
+
+    def _pids(self) -> list[int]:
+        texts = [path.read_text() for path in self.folder.glob("pid-*")]
+        return [int(text) for text in texts if text.endswith("\n")]
+
+    def zygote(self) -> int:
+        (pid,) = [p for p in children(self.process.pid) if b"lockstep.launch.zygote" in command(p) and p not in self._pids()]
+        return pid
+
+
+PID = "open(f'pid-{os.getpid()}', 'w').write(f'{os.getpid()}\\n')\n"
+
+
+def until(happened: Callable[[], Any], deadline_s: float = DEADLINE_S) -> None:
+    end = time.monotonic() + deadline_s
+    while not happened():
+        assert time.monotonic() < end, "did not happen in time"
+        time.sleep(0.01)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def command(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Callable[..., Launch]]:
+    """launch(script text, "-n", "2", ..., args=[...]) -> Launch"""
+    started: list[Launch] = []
+
+    def start(script: str, *options: str, args: tuple[str, ...] = (), env: dict[str, str] | None = None) -> Launch:
+        (tmp_path / "script.py").write_text(RANK + script)
+        started.append(Launch(tmp_path, *options, "script.py", *args, env=env))
+        return started[-1]
+
+    yield start
+    for each in started:
+        if each.process.poll() is None:
+            each.process.kill()
+            each.process.wait()
+
+
+# -- what a script finds, and what is seen of it ---------------------------------------------------
+
+
+def test_a_script_is_run_as_python_would_run_it(launch: Callable[..., Launch]) -> None:
+    run = launch(
+        """
+import json, random, numpy, torch, __main__
+assert __name__ == "__main__" and __main__.rank == rank
+print(json.dumps({
+    "argv": sys.argv, "path": sys.path[0], "file": __file__, "threads": torch.get_num_threads(),
+    "omp": os.environ["OMP_NUM_THREADS"],
+    "seed": torch.initial_seed(), "random": [random.random(), numpy.random.rand()], "stdin": sys.stdin.read(),
+    "env": {k: v for k, v in os.environ.items() if k.startswith("LOCKSTEP_")}, "hash": "PYTHONHASHSEED" in os.environ,
+}))
+print("to stderr", rank, file=sys.stderr)
+""",
+        "-n",
+        "2",
+        args=("--lr", "3", "-n", "x y"),
+    )
+    assert run.wait() == 0, run.stderr()
+    first, second = (json.loads(run.log(id).splitlines()[0]) for id in (0, 1))
+    assert run.stdout() == run.log(0).splitlines()[0] + "\n"
+    assert run.stderr() == "to stderr 0\n"
+    assert "to stderr 1" in run.log(1)
+    assert first["argv"] == ["script.py", "--lr", "3", "-n", "x y"]
+    assert first["path"] == str(run.folder)
+    assert first["file"] == str(run.folder / "script.py")
+    assert first["stdin"] == ""
+    assert first["threads"] == max(1, len(os.sched_getaffinity(0)) // 2)
+    assert first["omp"] == str(first["threads"])
+    assert first["hash"] is False
+    assert first["seed"] != second["seed"]
+    assert first["random"][0] != second["random"][0]
+    assert first["random"][1] != second["random"][1]
+    assert second["env"]["LOCKSTEP_RANK"] == second["env"]["LOCKSTEP_WORKER"] == second["env"]["LOCKSTEP_LOCAL_RANK"] == "1"
+    assert second["env"]["LOCKSTEP_SIZE"] == second["env"]["LOCKSTEP_LOCAL_SIZE"] == "2"
+    assert run.run_dir.stat().st_mode & 0o777 == 0o700
+    assert not (run.run_dir / "agent.sock").exists()
+
+
+def test_threads_that_the_user_has_set_stay(launch: Callable[..., Launch]) -> None:
+    run = launch("import torch; print(torch.get_num_threads(), os.environ['OMP_NUM_THREADS'])", env={"OMP_NUM_THREADS": "3"})
+    assert run.wait() == 0, run.stderr()
+    assert run.stdout() == "3 3\n"
+
+
+def test_a_module_of_a_package_is_run(tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").write_text("")
+    (tmp_path / "package" / "helper.py").write_text("value = 5")
+    (tmp_path / "package" / "train.py").write_text(
+        "import sys\nfrom .helper import value\nprint(value, __name__, __package__, sys.argv[1:], sys.path[0])"
+    )
+    run = Launch(tmp_path, "-m", "package.train", "--lr", "3")
+    assert run.wait() == 0, run.stderr()
+    assert run.stdout() == f"5 __main__ package ['--lr', '3'] {tmp_path}\n"
+
+
+def test_data_loaders_and_exit_handlers_work_and_open_files_are_written(launch: Callable[..., Launch]) -> None:
+    run = launch(
+        """
+import atexit, threading, torch
+from torch.utils.data import DataLoader
+class Squares(torch.utils.data.Dataset):
+    def __len__(self): return 8
+    def __getitem__(self, i): return i * i
+print(next(iter(DataLoader(Squares(), batch_size=4, num_workers=1, persistent_workers=True))).tolist())
+atexit.register(print, "at exit")
+threading.Timer(0.1, print, ["from a thread"]).start()
+kept = open("kept.txt", "w"); kept.write("whole")
+""",
+        "-n",
+        "1",
+    )
+    assert run.wait() == 0, run.stderr()
+    assert run.stdout() == "[0, 1, 4, 9]\nfrom a thread\nat exit\n"
+    assert (run.folder / "kept.txt").read_text() == "whole"
+
+
+# -- exit codes and errors --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("script", "code"),
+    [
+        ("sys.exit(0)", 0),
+        ("sys.exit(3)", 3),
+        ("sys.exit(None if rank else 200)", 200),
+        ("os._exit(7 if rank else 0)", 7),
+        ("os.kill(os.getpid(), signal.SIGKILL) if rank else None", 137),
+        ("os.kill(os.getpid(), signal.SIGSEGV) if rank else None", 139),
+        ("this is no python", 1),
+    ],
+)
+def test_the_exit_code_is_the_scripts(launch: Callable[..., Launch], script: str, code: int) -> None:
+    run = launch(script, "-n", "2", "--no-respawn")
+    assert run.wait() == code, run.stderr()
+    if code:
+        assert re.search(r"^lockstep: rank [01] on .* failed: ", run.stderr(), re.M), run.stderr()
+
+
+def test_the_text_of_sys_exit_is_shown(launch: Callable[..., Launch]) -> None:
+    run = launch("sys.exit('no data') if rank else time.sleep(60)", "-n", "2")
+    assert run.wait() == 1
+    assert re.search(r"^lockstep: rank 1 on .* failed: SystemExit: no data$", run.stderr(), re.M), run.stderr()
+    assert run.log(1) == "no data\n"
+
+
+def test_the_first_traceback_is_shown_once_and_the_rest_in_a_line_each(launch: Callable[..., Launch]) -> None:
+    run = launch("def deep():\n    1 / 0\nprint('before', rank)\ndeep()\n", "-n", "3")
+    assert run.wait() == 1
+    text = run.stderr()
+    assert text.count("Traceback (most recent call last)") == 1, text
+    (first,) = re.findall(r"^lockstep: (rank \d) on \S+ failed: ZeroDivisionError: division by zero$", text, re.M)
+    assert f"[{first}]     1 / 0\n" in text
+    assert len(re.findall(r"^\[rank \d\] failed: ZeroDivisionError: division by zero \(log: .*log.txt\)$", text, re.M)) == 2
+    assert "launch" not in text.replace(str(run.folder), ""), "our own frames are none of the user's business"
+    for id in range(3):
+        assert run.log(id).startswith(f"before {id}\nTraceback (most recent call last):\n")
+        assert run.log(id).count("Traceback") == 1
+
+
+def test_what_a_library_said_before_it_fell_is_shown(launch: Callable[..., Launch]) -> None:
+    script = "if rank: os.write(2, b'terminate called\\n'); os.abort()\ntime.sleep(60)"
+    run = launch(script, "-n", "2", "--no-respawn", "--grace", "1")
+    until(lambda: "was killed by SIGABRT" in run.stderr())
+    assert "[rank 1] terminate called\n" in run.stderr()
+    run.process.terminate()
+    assert run.wait() == 143
+
+
+def test_a_module_that_cannot_be_preloaded_ends_the_run_with_a_sentence(launch: Callable[..., Launch], tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("raise RuntimeError('no such device')")
+    run = launch("print('never')", "--preload", "json,broken")
+    assert run.wait() == 1
+    assert "lockstep: --preload broken cannot be imported: RuntimeError: no such device." in run.stderr()
+    assert "never" not in run.stdout()
+
+
+def test_a_module_that_starts_threads_cannot_be_preloaded(launch: Callable[..., Launch], tmp_path: Path) -> None:
+    (tmp_path / "busy.py").write_text(
+        "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True, name='poller').start()"
+    )
+    run = launch("print('never')", "--preload", "busy")
+    assert run.wait() == 1
+    assert "--preload busy cannot be used: importing it starts threads (poller)" in run.stderr()
+
+
+def test_a_preloaded_module_is_there_already(launch: Callable[..., Launch], tmp_path: Path) -> None:
+    (tmp_path / "heavy.py").write_text("import os\nimported_by = os.getpid()")
+    run = launch("print('heavy' in sys.modules)\nimport heavy\nprint(heavy.imported_by != os.getpid())", "--preload", "heavy")
+    assert run.wait() == 0, run.stderr()
+    assert run.stdout() == "True\nTrue\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["run", "scirpt.py"], "there is no script scirpt.py. Did you mean script.py?"),
+        (["run", "-n", "2", "folder"], "folder is a directory, not a script."),
+        (["run", "-n", "0", "script.py"], "argument -n: '0' is not a whole number of at least 1"),
+        (["run", "-n", "abc", "script.py"], "argument -n: 'abc' is not a whole number"),
+        (["run", "-n"], "argument -n: expected one argument"),
+        (["run", "--preloads", "x", "script.py"], "there is no option --preloads. Did you mean --preload?"),
+        (["run", "--preload", "nonsuch", "script.py"], "--preload nonsuch: there is no module nonsuch"),
+        (["run", "--grace", "-1", "script.py"], "'-1' is not a number of seconds"),
+        (["run", "-m", "nonsuch.train"], "-m nonsuch.train: there is no module nonsuch"),
+        (["run", "-n", "2"], "no script was given"),
+        (["run", "--run-dir", "script.py/run", "script.py"], "cannot be made"),
+        (["scale", "folder", "3"], "no run answers in folder"),
+        (["scale", "folder", "none"], "argument N: 'none' is not a whole number"),
+        (["fly"], "invalid choice: 'fly'"),
+        ([], "what should be done?"),
+    ],
+)
+def test_a_bad_argument_is_one_clear_sentence(tmp_path: Path, arguments: list[str], sentence: str) -> None:
+    (tmp_path / "script.py").write_text("")
+    (tmp_path / "folder").mkdir()
+    done = subprocess.run(
+        [sys.executable, "-m", "lockstep", *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE_S
+    )
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("lockstep: ")
+    assert sentence in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "lockstep-runs").exists()
+
+
+def test_the_agent_needs_no_torch(tmp_path: Path) -> None:
+    code = "import sys, lockstep.launch.cli, lockstep.launch.agent; assert not {'torch', 'numpy'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=DEADLINE_S)
+    done = subprocess.run([sys.executable, "-m", "lockstep", "--version"], capture_output=True, text=True, timeout=DEADLINE_S)
+    assert re.fullmatch(r"lockstep \d+\.\d+\.\d+\n", done.stdout)
+
+
+# -- stopping ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_reaches_the_workers_and_they_may_end_well(launch: Callable[..., Launch], number: int, code: int) -> None:
+    run = launch(
+        f"""
+def note(*_):
+    print("saved", rank); sys.exit(0)
+signal.signal({int(number)}, note)
+{PID}
+time.sleep(60)
+""",
+        "-n",
+        "2",
+        "--grace",
+        "30",
+    )
+    pids = run.pids(2)
+    zygote = run.zygote()
+    run.process.send_signal(number)
+    assert run.wait() == code
+    assert run.log(0) == "saved 0\n"
+    assert run.log(1) == "saved 1\n"
+    assert not any(map(is_running, [*pids, zygote]))
+
+
+def test_a_keyboard_interrupt_shows_no_tracebacks(launch: Callable[..., Launch]) -> None:
+    run = launch(PID + "time.sleep(60)", "-n", "2")
+    run.pids(2)
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait() == 130
+    assert "Traceback" not in run.stderr()
+    assert "KeyboardInterrupt" in run.log(0)
+
+
+def test_who_ignores_ctrl_c_is_killed_after_the_grace(launch: Callable[..., Launch]) -> None:
+    run = launch("signal.signal(signal.SIGINT, signal.SIG_IGN)\n" + PID + "time.sleep(60)", "-n", "2", "--grace", "0.5")
+    pids = run.pids(2)
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait() == 130
+    assert "rank 0, rank 1 did not stop within 0.5 s: killed." in run.stderr()
+    assert not any(map(is_running, pids))
+
+
+def test_a_second_ctrl_c_kills_at_once(launch: Callable[..., Launch]) -> None:
+    run = launch("signal.signal(signal.SIGINT, signal.SIG_IGN)\n" + PID + "time.sleep(60)", "-n", "2", "--grace", "1000")
+    pids = run.pids(2)
+    run.process.send_signal(signal.SIGINT)
+    until(lambda: "Ctrl-C again" in run.stderr())
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait() == 130
+    assert not any(map(is_running, pids))
+
+
+def test_a_signal_during_the_imports_ends_the_run(launch: Callable[..., Launch]) -> None:
+    run = launch("print('never')", "-n", "2")
+    until(lambda: (run.run_dir / "zygote.txt").exists() and children(run.process.pid))
+    (zygote,) = children(run.process.pid)
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait() == 143
+    assert not is_running(zygote)
+    assert run.stdout() == ""
+
+
+# -- killing ----------------------------------------------------------------------------------------
+
+
+def test_kill_9_of_the_agent_takes_everybody_with_it(launch: Callable[..., Launch]) -> None:
+    run = launch(PID + "signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 32))\ntime.sleep(60)", "-n", "3")
+    pids = [*run.pids(3), run.zygote()]
+    run.process.kill()
+    until(lambda: not any(map(is_running, pids)), deadline_s=1.0)
+
+
+def test_kill_9_of_the_zygote_disturbs_nobody(launch: Callable[..., Launch]) -> None:
+    run = launch(PID + "while not os.path.exists('go'): time.sleep(0.01)\nprint('went on', rank)", "-n", "2")
+    run.pids(2)
+    zygote = run.zygote()
+    os.kill(zygote, signal.SIGKILL)
+    until(lambda: not is_running(zygote))
+    (run.folder / "go").write_text("")
+    assert run.wait() == 0, run.stderr()
+    assert (run.log(0), run.log(1)) == ("went on 0\n", "went on 1\n")
+
+
+def test_kill_9_of_the_zygote_while_it_imports_only_costs_time(launch: Callable[..., Launch]) -> None:
+    run = launch("print('there')", "-n", "2")
+    until(lambda: (run.run_dir / "zygote.txt").exists() and children(run.process.pid))
+    (zygote,) = children(run.process.pid)
+    os.kill(zygote, signal.SIGKILL)
+    assert run.wait() == 0, run.stderr()
+    assert run.log(1) == "there\n"
+
+
+def test_what_a_dead_worker_has_started_is_ended(launch: Callable[..., Launch]) -> None:
+    run = launch(
+        """
+import subprocess
+if rank:
+    child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    open("pid-child", "w").write(f"{child.pid}\\n")
+    os.kill(os.getpid(), signal.SIGKILL)
+while not os.path.exists("go"): time.sleep(0.01)
+""",
+        "-n",
+        "2",
+        "--no-respawn",
+    )
+    (child,) = run.pids(1)
+    until(lambda: not is_running(child))
+    (run.folder / "go").write_text("")
+    assert run.wait() == 137
+
+
+def test_what_workers_leave_running_is_ended_with_the_run(launch: Callable[..., Launch]) -> None:
+    run = launch(
+        "import subprocess; child = subprocess.Popen(['sleep', '1000']); open(f'pid-{rank}', 'w').write(f'{child.pid}\\n')",
+        "-n",
+        "2",
+    )
+    assert run.wait() == 0, run.stderr()
+    assert not any(map(is_running, run.pids(2)))
+
+
+# -- the outside ------------------------------------------------------------------------------------
+
+
+def listening(pids: list[int]) -> list[str]:
+    """Internet sockets that these processes listen on, or have open for datagrams."""
+    inodes = set()
+    for pid in pids:
+        for path in Path(f"/proc/{pid}/fd").iterdir():
+            try:
+                inodes.update(re.findall(r"socket:\[(\d+)\]", os.readlink(path)))
+            except FileNotFoundError:
+                pass  # closed meanwhile
+    found = []
+    for name, states in (("tcp", ("0A",)), ("tcp6", ("0A",)), ("udp", ("07", "01")), ("udp6", ("07", "01"))):
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] in states and fields[9] in inodes:
+                found.append(line)
+    return found
+
+
+def test_replicate_trains_with_equal_weights_and_nothing_listens_on_a_network(launch: Callable[..., Launch]) -> None:
+    run = launch(
+        f"""
+import hashlib, torch, lockstep
+torch.manual_seed(rank)
+model = torch.nn.Linear(8, 4)
+lockstep.replicate(model)
+opt = torch.optim.Adam(model.parameters())
+for step in range(5):
+    model(torch.randn(16, 8)).square().mean().backward()
+    opt.step(); opt.zero_grad()
+{PID}
+while not os.path.exists("go"): time.sleep(0.01)
+print(hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest())
+""",
+        "-n",
+        "2",
+    )
+    pids = [*run.pids(2), run.zygote(), run.process.pid]
+    assert listening(pids) == []
+    (run.folder / "go").write_text("")
+    assert run.wait() == 0, run.stderr()
+    assert run.log(0) == run.log(1)
+    assert len(run.stdout()) == 65
+
+
+def test_a_console_that_is_closed_does_not_stop_the_run(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import os\nfor i in range(1000): print('x' * 100)\nopen('done', 'w').close()")
+    arguments = f"{sys.executable} -m lockstep run --run-dir run script.py"
+    done = subprocess.run(["sh", "-c", f"{arguments} <&- >&- 2>&-"], cwd=tmp_path, timeout=DEADLINE_S)
+    assert done.returncode == 0
+    assert (tmp_path / "done").exists()
+    assert len((tmp_path / "run/workers/0/log.txt").read_text()) == 101_000
+    (tmp_path / "done").unlink()
+    subprocess.run(["sh", "-c", f"({arguments}; echo $? > code) | true"], cwd=tmp_path, timeout=DEADLINE_S)
+    assert (tmp_path / "code").read_text() == "0\n"
+    assert len((tmp_path / "run/workers/0/log.txt").read_text()) == 101_000
+    assert (tmp_path / "run/earlier-1/workers/0/log.txt").exists()
+
+
+def test_a_run_directory_with_a_long_name_serves_the_store_and_scale(tmp_path: Path) -> None:
+    folder = tmp_path / ("long" * 30)
+    folder.mkdir()
+    (folder / "script.py").write_text(
+        f"""{RANK}
+from pathlib import Path
+from lockstep.launch import packets
+from lockstep.launch.rundir import connect
+line = connect(Path(os.environ["LOCKSTEP_RUN_DIR"]), 10)
+def ask(**request):
+    line.sendall(packets.frame(request))
+    frames = packets.Frames()
+    while not (found := frames.feed(line.recv(1 << 16))): pass
+    return found[0]
+print(ask(op="add", prefix=0, key="there", amount=1)["ok"])
+if rank:
+    ask(op="set", prefix=0, key="k", value="beef")
+print(ask(op="get", prefix=0, key="k", timeout_s=30)["value"])
+{PID}
+while not os.path.exists("go"): time.sleep(0.01)
+"""
+    )
+    run = Launch(folder, "-n", "2", "script.py")
+    run.pids(2)
+    assert run.log(0) == run.log(1) == "True\nbeef\n"
+    done = subprocess.run(
+        [sys.executable, "-m", "lockstep", "scale", str(run.run_dir), "2"], capture_output=True, text=True, timeout=DEADLINE_S
+    )
+    assert done.returncode == 0, done.stderr
+    assert "2" in done.stdout
+    again = subprocess.run(
+        [sys.executable, "-m", "lockstep", "run", "--run-dir", "run", "script.py"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert again.returncode == 2
+    assert "a run is going on in" in again.stderr
+    (folder / "go").write_text("")
+    assert run.wait() == 0, run.stderr()
+
+
+def test_progress_is_shown_on_a_pipe(launch: Callable[..., Launch]) -> None:
+    run = launch(
+        """
+import json, socket
+line = socket.socket(fileno=os.dup(int(os.environ["LOCKSTEP_AGENT_FD"])))
+line.send(json.dumps({"type": "progress", "step": 7, "epoch": 1, "values": {"loss": 0.25}, "samples": 64}).encode())
+""",
+        "-n",
+        "1",
+    )
+    assert run.wait() == 0
+    assert run.stderr() == "lockstep: step 7 | epoch 1 | loss 0.25 | 1 worker\n"
+
+
+def test_a_terminal_gets_a_live_line_and_ctrl_c_reaches_workers_once(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        RANK
+        + """
+import json, socket
+line = socket.socket(fileno=os.dup(int(os.environ["LOCKSTEP_AGENT_FD"])))
+print("out")
+try:
+    line.send(json.dumps({"type": "progress", "step": 7, "epoch": 0, "values": {}}).encode())
+    time.sleep(60)
+except KeyboardInterrupt:
+    print("interrupted", "once")
+"""
+    )
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(tmp_path)
+        os.execv(sys.executable, [sys.executable, "-m", "lockstep", "run", "-n", "1", "--run-dir", "run", "script.py"])
+    seen = bytearray()
+
+    def read_until(text: bytes) -> None:
+        end = time.monotonic() + DEADLINE_S
+        while text not in seen:
+            assert time.monotonic() < end, seen
+            if select.select([terminal], [], [], 0.1)[0]:
+                seen.extend(os.read(terminal, 4096))
+
+    read_until(b"\r\x1b[Kstep 7 | epoch 0 | 1 worker")
+    assert b"out\r\n" in seen
+    os.write(terminal, b"\x03")
+    read_until(b"interrupted once\r\n")
+    _, status = os.waitpid(pid, 0)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(status) == 130
+    assert (tmp_path / "run/workers/0/log.txt").read_text() == "out\ninterrupted once\n"
+
+
+def test_packets_that_make_no_sense_do_not_harm_the_agent(launch: Callable[..., Launch]) -> None:
+    run = launch(
+        """
+import socket
+line = socket.socket(fileno=os.dup(int(os.environ["LOCKSTEP_AGENT_FD"])))
+for text in ("nonsense", "[]", "3", "{}", '{"type": "ready"}', '{"type": "progress"}', '{"type": "lost", "generation": "x"}'):
+    line.send(text.encode())
+line.send(bytes([255]))
+""",
+        "-n",
+        "2",
+    )
+    assert run.wait() == 0, run.stderr()
