@@ -32,6 +32,7 @@ from lockstep.exactness import Determinism
 from lockstep.gates import Gates
 from lockstep.grads.engine import LaneEngine, Phase
 from lockstep.grads.module import device_of, parameters_of
+from lockstep.observe.ledger import Ledger
 from lockstep.observe.log import LaneLog, Sink
 from lockstep.plan.lanes import deal
 from lockstep.plan.samples import MODEL, lane_seed, sample_seed
@@ -107,8 +108,10 @@ class Run:
         def need_bytes(workers: int) -> int:
             return trained * fold(lanes or workers, deal(lanes or workers, workers)).width
 
+        line = agent_line()
+        self._ledger = Ledger(line.ledger, line.worker) if line is not None and line.ledger else None
         if comm is None or isinstance(comm, str):
-            self._crew = Crew(agent_line(), self.device, comm, timeout_s, need_bytes, lanes)
+            self._crew = Crew(line, self.device, comm, timeout_s, need_bytes, lanes)
         else:
             self._crew = Crew.of(comm)
         self.lanes = self._crew.start_size if lanes is None else lanes
@@ -123,6 +126,7 @@ class Run:
             self.engine.settings, self.engine.on_averaged = self.gates.settings, self._averaged
             self.engine.on_difference = lambda rank: self._agreement.settings_differ(self.step, rank)
             self._agreement = Agreement(self.comm, self.engine, self.gates)
+            self.engine.before_leaving = self._write_down
             session = self._crew.session
             if session is not None:
                 self.engine.on_lost, self.engine.wants_change = self._crew.recover, lambda: session.wants_change
@@ -390,6 +394,7 @@ class Run:
         if step.index == 1:
             self._require_unchanged()  # what the first forward has made
         self._or_redeal(lambda: self._start_step(step))
+        self._held: dict[int, list[int]] = {}
 
     def _start_step(self, step: Step) -> None:
         self._agreement.compare_trainable()
@@ -402,6 +407,18 @@ class Run:
         self._loop.generation, self._loop.calls, self._loop.skips = self.generation, 0, None
         self.engine.start_lane(lane, is_last)
         seed_everything(lane_seed(self.seed, self.step, lane))
+
+    @property
+    def keeps_ledger(self) -> bool:
+        return self._ledger is not None
+
+    def holds(self, lane: int, samples: list[int]) -> None:
+        self._held[lane] = samples
+
+    def _write_down(self) -> None:
+        loop = self._loop
+        if self._ledger is not None and loop is not None and loop.step is not None:
+            self._ledger.holds(self.step, self.generation, (loop.stage, loop.step.epoch, loop.step.index), self._held)
 
     def end_turn(self) -> None:
         loop = self._loop
@@ -492,6 +509,8 @@ class Run:
             step = self._loop.step
             assert step is not None
             self._loop.committed = True
+            if self._ledger is not None:
+                self._ledger.commits(self.step, self.generation)
             self.step += 1
             self.position = (step.epoch + 1, 0) if step.ends_epoch else (step.epoch, step.index + 1)
 

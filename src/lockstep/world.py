@@ -93,6 +93,8 @@ class Line:
     hang_timeout_s: float = 30.0
     start_size: int = 0
     """How many workers the run began with; 0 where nobody says."""
+    ledger: str = ""
+    """Where to write which samples were committed; empty: nowhere."""
 
 
 def agent_line(environ: Mapping[str, str] | None = None) -> Line | None:
@@ -106,6 +108,7 @@ def agent_line(environ: Mapping[str, str] | None = None) -> Line | None:
         env["LOCKSTEP_RUN_DIR"],
         float(env.get("LOCKSTEP_HANG_TIMEOUT", 30)),
         int(env.get("LOCKSTEP_START_SIZE", 0)),
+        env.get("LOCKSTEP_LEDGER", ""),
     )
 
 

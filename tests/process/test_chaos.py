@@ -18,6 +18,9 @@ from random import Random
 
 import pytest
 
+from lockstep.observe.ledger import audit, read
+from tests.lane_jobs import SAMPLES
+
 HERE = Path(__file__).parents[2]
 SCRIPT = HERE / "tests" / "scripts" / "survive.py"
 WORKERS, HANG_S = 4, 1.0
@@ -92,7 +95,7 @@ def undisturbed(folder: Path) -> str:
 def play(folder: Path, seed: int, expected: str) -> str:
     """One schedule. Returns what was done; raises where the run hangs, fails, or ends with other bits."""
     random = Random(seed)
-    chaos = Chaos(folder, WORKERS, "--max-respawns", "50")
+    chaos = Chaos(folder, WORKERS, "--max-respawns", "50", "--ledger")
     done: list[str] = []
     chaos.await_workers(random.randint(1, WORKERS))  # sometimes while the others are still starting
     stops = 0
@@ -106,6 +109,9 @@ def play(folder: Path, seed: int, expected: str) -> str:
     told = f"schedule {seed}: {done}\n{output}"
     assert code == 0, told
     assert chaos.results() == {expected}, told
+    lines = read(folder / "ledger")
+    assert {line["commits"] for line in lines if "commits" in line} == set(range(60)), told
+    assert audit(lines, SAMPLES) == [], told
     return ", ".join(filter(None, done))
 
 

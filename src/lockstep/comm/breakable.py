@@ -15,8 +15,12 @@ import torch.distributed as dist
 _PAUSE_S = 0.0005
 
 
+class NeverMet(RuntimeError):
+    """A wait was broken off, or nobody came in time."""
+
+
 class BreakableStore(dist.Store):
-    """All waits raise RuntimeError once ``broken`` is set."""
+    """All waits raise ``NeverMet`` once ``broken`` is set, or when their time is over."""
 
     def __init__(self, inner: dist.Store, broken: threading.Event, timeout_s: float) -> None:
         super().__init__()
@@ -38,7 +42,7 @@ class BreakableStore(dist.Store):
 
     def check(self, keys: list[str]) -> bool:
         if self._broken.is_set():
-            raise RuntimeError("this generation was broken off")
+            raise NeverMet("it was broken off")
         with self._lock:
             return self._inner.check(keys)
 
@@ -46,7 +50,7 @@ class BreakableStore(dist.Store):
         deadline = time.monotonic() + (self._timeout_s if timeout is None else timeout.total_seconds())
         while not self.check(keys):
             if time.monotonic() > deadline:
-                raise RuntimeError(f"nobody set {', '.join(keys)} in time")
+                raise NeverMet(f"nobody set {', '.join(keys)} within {self._timeout_s:g} s")
             time.sleep(_PAUSE_S)
 
     def delete_key(self, key: str) -> bool:

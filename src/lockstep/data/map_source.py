@@ -20,7 +20,7 @@ from lockstep.data.feed import Feed
 from lockstep.data.seeding import preserved_randomness, seed_everything
 from lockstep.data.source import Micro
 from lockstep.errors import UsageError
-from lockstep.plan.lanes import cut, passes
+from lockstep.plan.lanes import Pass, cut, passes
 from lockstep.plan.samples import COLLATE, SAMPLER, Order, Permutation, batch_of, sample_seed, steps_per_epoch
 
 STAND_IN = 2
@@ -73,6 +73,11 @@ class MapSource:
     def fingerprint(self, epoch: int) -> int:
         """Of the order a sampler of the user's gives; 0 where the order is ours, and equal by construction."""
         return 0 if self._sampler is None else self._listed(epoch).fingerprint()
+
+    def indices(self, epoch: int, step: int, turn: Pass) -> list[int]:
+        """The samples of one turn, by their numbers in the dataset."""
+        start, _ = batch_of(self.length, self._global_batch, step, self._drop_last)
+        return self._order(epoch).window(start + turn.start, start + turn.stop)
 
     def seek(self, epoch: int, step: int, lanes: tuple[int, int]) -> None:
         self._feed.turn(self._requests(epoch, step, lanes))

@@ -54,6 +54,12 @@ class Driver(Protocol):
 
     def start_step(self, step: Step) -> None: ...
 
+    @property
+    def keeps_ledger(self) -> bool: ...
+
+    def holds(self, lane: int, samples: list[int]) -> None:
+        """For the ledger: the next turn's samples, by their numbers."""
+
     def start_turn(self, lane: int, is_last: bool) -> None: ...
 
     def end_turn(self) -> None: ...
@@ -130,6 +136,8 @@ class Shard:
             for at, turn in enumerate(turns):
                 micro = micro if at == 0 else source.take()
                 _require_match(micro, epoch, index, turn)
+                if self._driver.keeps_ledger:
+                    self._driver.holds(turn.lane, source.indices(epoch, index, turn))
                 yield micro, at == len(turns) - 1
 
     def _stream_turns(self, source: StreamSource) -> Iterator[tuple[Micro, bool]]:

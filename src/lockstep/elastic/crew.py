@@ -9,6 +9,8 @@ nobody to ask, and the ``PeerError`` is raised. Knows the run only as a ``Holder
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
@@ -68,6 +70,7 @@ class Crew:
         if self.session is None:
             self.comm = open_comm(device, timeout_s=timeout_s, kind=kind, need_bytes=need_bytes(World.detect().size))
         else:
+            _leave_on_sigterm(self.session)
             self._joined = self._join(self.session)
         self.start_size = self.comm.size if line is None or not line.start_size else line.start_size
         """How many workers the run began with: newcomers must not take today's number for it."""
@@ -158,3 +161,9 @@ class Crew:
         comm = getattr(self, "comm", None)
         if comm is not None:
             comm.abort(why)
+
+
+def _leave_on_sigterm(session: Session) -> None:
+    """SIGTERM to one worker: it finishes the step and leaves. A handler of the user's own stays."""
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, lambda *_: session.leave())

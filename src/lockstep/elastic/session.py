@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 
 from lockstep.comm.base import Comm
-from lockstep.comm.breakable import BreakableStore, meet_in_file
+from lockstep.comm.breakable import BreakableStore, NeverMet, meet_in_file
 from lockstep.comm.choose import open_comm
 from lockstep.errors import PeerError
 from lockstep.world import Line, World
@@ -77,9 +77,9 @@ class Session:
             self._store = meet_in_file(place, size, generation.broken, timeout_s)
             return open_comm(device, world=world, timeout_s=timeout_s, kind=kind, need_bytes=need_bytes, store=self._store)
         except RuntimeError as error:
-            if isinstance(error, PeerError) or not generation.broken.is_set():
+            if isinstance(error, PeerError) or not isinstance(error, NeverMet):
                 raise
-            raise PeerError(f"a member of generation {generation.number} was gone before all had met") from error
+            raise PeerError(f"the members of generation {generation.number} did not all meet: {error}") from error
 
     def lost(self, error: PeerError) -> None:
         """Tell why a wait broke; whoever stood still for the whole timeout will be looked at, and killed."""

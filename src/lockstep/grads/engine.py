@@ -66,6 +66,8 @@ class LaneEngine:
         """A number that must be equal on all ranks at every step, and in all turns of one."""
         self.on_difference: Callable[[int | None], None] = lambda rank: None
         """Called where it is not, with a rank that differs from rank 0 (on every rank), or None: it changed between turns here."""
+        self.before_leaving: Callable[[], None] = lambda: None
+        """Called in the last lane, before anything leaves."""
         self.on_averaged: Callable[[], None] = lambda: None
         self.on_lost: Callable[[PeerError], None] | None = None
         """Called at the end of a backward in which a peer was lost, instead of raising out of it. The turn is void then."""
@@ -184,6 +186,8 @@ class LaneEngine:
         if self.phase is not Phase.LANE:
             raise UsageError(_WRONG_TIME[self.phase])
         self.phase = Phase.BACKWARD
+        if self._is_last:
+            self.before_leaving()
         if self._first_settings is None:
             self._first_settings = self.settings()
         share = self._share(self._lane)
