@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 CORES := $(shell nproc 2>/dev/null || sysctl -n hw.ncpu)
 INSTALLED := $(VENV)/.installed
 
-.PHONY: train test lint bench gpu clean
+.PHONY: train test lint bench chaos gpu clean
 .DELETE_ON_ERROR:
 
 train: $(INSTALLED)
@@ -22,6 +22,10 @@ lint: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks.step
+
+# A thousand random fault schedules against real runs: about two hours.
+chaos: $(INSTALLED)
+	$(BIN)/python -m tests.process.test_chaos 0 1000
 
 # On a machine with a GPU, with whatever torch it has: nothing is installed.
 gpu:

@@ -77,7 +77,12 @@ def main() -> None:
     table = "\n".join(rows)
     print(table)
     data = {"machine": machine(), "workers": given.workers, "two_imports": yardstick, "imported": imported, "optimizer": ready}
-    write(f"start-{given.workers}-workers", data, table, f"python -m benchmarks.start --workers {given.workers}")
+    write(
+        f"start-{given.workers}-workers",
+        data,
+        table,
+        f"python -m benchmarks.start --workers {given.workers} --rounds {given.rounds}",
+    )
 
 
 if __name__ == "__main__":

@@ -95,7 +95,7 @@ class Run:
         self._stages = 0  # loops that this worker's script has come to
         self._stage, self.position = 0, (0, 0)  # where the run is: the loop, and (epoch, step) in it
         self._evaluations: list[Any] = []  # results of evaluate outside loops, for those who join later
-        self._evaluated = 0
+        self._evaluated = self._samples = 0
         self._began = self._joins_loop = False
         self._loop: _Loop | None = None
         self._closed = False
@@ -454,7 +454,9 @@ class Run:
         self._log.exchange(self.comm)
         self._agreement.compare_buffers(self.step)
         if self._crew.session is not None and self.is_main:
-            self._crew.session.say(type="progress", step=self.step, epoch=self.epoch, values=self._log.latest)
+            self._crew.session.say(
+                type="progress", step=self.step, epoch=self.epoch, values=self._log.latest, samples=self._samples
+            )
 
     def exhausted(self) -> None:
         self._crew.together(self._exchange)
@@ -512,6 +514,7 @@ class Run:
             if self._ledger is not None:
                 self._ledger.commits(self.step, self.generation)
             self.step += 1
+            self._samples += sum(step.counts)
             self.position = (step.epoch + 1, 0) if step.ends_epoch else (step.epoch, step.index + 1)
 
     # -- what a change of workers carries over (elastic/crew.py) -------------------------------
@@ -536,6 +539,7 @@ class Run:
         loop = self._loop
         return {
             "step": self.step,
+            "samples": self._samples,
             "stage": self._stage,
             "position": self.position,
             "in_loop": loop is not None,
@@ -558,6 +562,7 @@ class Run:
         for each, held in zip(self._the_gates.objects, state["objects"], strict=True):
             each.load_state_dict(held)
         self.step, self._stage, self.position = state["step"], state["stage"], state["position"]
+        self._samples = state["samples"]
         self._evaluations = list(state["evaluations"])
         if self._loop is None:
             self._joins_loop = state["in_loop"] and not self._began

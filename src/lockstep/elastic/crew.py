@@ -21,6 +21,7 @@ from lockstep.comm.choose import open_comm
 from lockstep.elastic.session import Generation, Session
 from lockstep.elastic.transfer import align
 from lockstep.errors import PeerError
+from lockstep.launch import worker
 from lockstep.world import Line, World
 
 T = TypeVar("T")
@@ -88,6 +89,7 @@ class Crew:
             holder.agree()
             return
         self._holder = holder
+        worker.step_now = lambda: holder.committed_steps  # for what is told when the script raises
         try:
             self._enter(self._joined, self.comm)
         except PeerError as error:

@@ -262,7 +262,7 @@ class Agent:
         """It first writes down where it stands, if it still can."""
         if action.worker not in self._kills:
             where = self._run_dir.stack(action.worker)
-            self._console.say(f"{self._name(action.worker)} is killed: {action.why} Where it stood is in {where}")
+            self._console.say(f"{self._name(action.worker)} is killed: {action.why.rstrip('.')}. Where it stood is in {where}")
             self._kills[action.worker] = time.monotonic() + _STACK_S
             self._fleet.signal(action.worker, STACK_SIGNAL)
 

@@ -253,7 +253,11 @@ def _failed(state: State, event: Failed, now: float) -> Decision:
         return _end(state, 1, f"the script raised before training began: {event.error}")
     if again and _status(state, event.worker) is not Status.STARTING:
         return _end(state, 1, f"the script raised at step {event.step} on more than one worker: {event.error}")
-    return state, (), f"worker {event.worker} raised {event.error}"
+    why = f"worker {event.worker} raised {event.error}"
+    if event.worker not in state.members:
+        return state, (), why
+    state, aborts = _break(state, why, now)  # it is about to exit: the others need not wait for that
+    return state, aborts, why
 
 
 def _finished(state: State, event: Finished, now: float) -> Decision:
@@ -273,6 +277,8 @@ def _died(state: State, event: Died, now: float) -> Decision:
     if not state.workers or (was_member and not state.members):
         over = worker.finished or worker.leaving
         return _end(state, 0 if over else 1, "all workers have finished" if over else f"the last worker is gone: {why}")
+    if state.generation < 0 and "exited with" in event.how and not worker.finished:
+        return _end(state, 1, f"{why} before training began")  # a fault would have been a signal
     actions: tuple[Action, ...] = ()
     if was_member and not worker.finished and not (worker.leaving and worker.status is Status.READY):
         state, actions = _break(state, why, now)
@@ -380,7 +386,8 @@ def _respawn(state: State, now: float) -> tuple[State, tuple[Action, ...]]:
     there = sum(not worker.leaving for worker in state.workers)
     if not state.policy.respawn or state.finishing or there >= state.size or len(recent) >= state.policy.max_respawns:
         return state, ()
-    delay_s = 0.0 if len(recent) < 3 else min(30.0, 0.25 * 2 ** (len(recent) - 3))
+    burst = sum(now - at < 10.0 for at in recent)  # workers that die as soon as they come are not worth the hurry
+    delay_s = 0.0 if burst < 3 else min(30.0, 0.25 * 2 ** (burst - 3))
     state, spawn = _spawn(replace(state, spawned_at=(*recent, now)), 1, delay_s)
     return state, (spawn,)
 
