@@ -138,12 +138,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--alone", action="store_true", help="without torchrun")
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
     head = "| workers | launcher | next commit, median s | worst s | replacement back, median s | kills |"
     lines = [head, "|---|---|---|---|---|---|"]
     for size in options.workers:
-        for name in ("lockstep run", "torchrun"):
+        for name in ("lockstep run",) if options.alone else ("lockstep run", "torchrun"):
             with tempfile.TemporaryDirectory() as place:
                 folder = Path(place)
                 (folder / "train.py").write_text(OURS if name == "lockstep run" else THEIRS)
@@ -167,7 +168,7 @@ def main() -> None:
             lines.append(f"| {size} | {name} | {middle:.3f} | {max(next_s):.3f} | {back:.2f} | {kills} |")
             print(lines[-1], flush=True)
     numbers = " ".join(map(str, options.workers))
-    command_text = f"python -m benchmarks.recovery --workers {numbers} --kills {options.kills}"
+    command_text = f"python -m benchmarks.recovery --workers {numbers} --kills {options.kills}{' --alone' if options.alone else ''}"
     write(f"recovery-{os.cpu_count()}-cores", {"machine": machine(), "results": rows}, "\n".join(lines), command_text)
 
 
