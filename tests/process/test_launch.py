@@ -21,6 +21,15 @@ DEADLINE_S = 60.0
 RANK = "import os, sys, signal, time\nrank = int(os.environ.get('LOCKSTEP_RANK', -1))\n"
 
 
+@pytest.fixture(autouse=True)
+def heeds_ctrl_c() -> Iterator[None]:
+    """What runs in the background of a shell ignores Ctrl-C, and so would the agents started here."""
+    before = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 class Launch:
     """One `lockstep run`, in a folder of its own, with nothing of the test's environment that would steer it."""
 
