@@ -54,7 +54,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 dist.init_process_group("gloo")
 place = f"{folder}/checkpoint.pt"
-if os.path.exists(place): model.load_state_dict(torch.load(place))
+if os.path.exists(place): model.load_state_dict(torch.load(place, weights_only=True))
 ddp = DDP(model)
 era = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 while True:
