@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
 from lockstep.comm.base import Comm
@@ -14,30 +17,28 @@ from lockstep.state import digest, empty_tensors, flatten, unflatten
 
 
 class Agreement:
-    """Every difference is a ``UsageError`` that names it, the same on every rank."""
+    """Every difference is a ``UsageError`` that names it, the same on every rank. ``settings``: what must be equal besides."""
 
-    def __init__(self, comm: Comm, engine: LaneEngine, gates: Gates) -> None:
-        self._comm, self._engine, self._gates = comm, engine, gates
+    def __init__(self, comm: Comm, engine: LaneEngine, gates: Gates, device: torch.device, settings: Mapping[str, Any]) -> None:
+        self._comm, self._engine, self._gates, self._device, self._settings = comm, engine, gates, device, settings
         self._trainable = engine.trainable()
 
     def rebind(self, comm: Comm) -> None:
         self._comm = comm
         self._trainable = self._engine.trainable()
 
-    def require_same(self, lanes: int, exact: bool, seed: int) -> None:
+    def require_same(self) -> None:
         """Before anything is shared: the model's layout and all that defines the arithmetic."""
         on_host = all(not param.is_cuda for param in self._engine.params)
         settings = {
-            "lanes": lanes,
-            "exact": exact,
-            "seed": seed,
-            "threads": torch.get_num_threads() if exact and on_host else "any",
+            **self._settings,
+            "threads": torch.get_num_threads() if self._settings["exact"] and on_host else "any",
             "torch": torch.__version__,
             "objects": self._gates.names(),
         }
         require_same(self._comm, self._engine.named, self._engine.buffers.named(), settings)
 
-    def share_state(self, device: torch.device) -> None:
+    def share_state(self) -> None:
         """Rank 0's parameters, buffers, and whatever optimizers and schedulers hold already, to all."""
         tensors = [*(p for _, p in self._engine.named), *self._engine.buffers.tensors()]
         broadcast_in_place(self._comm, tensors, 0, "the initial parameters")
@@ -52,7 +53,7 @@ class Agreement:
             texts = gather_bytes(self._comm, skeleton.encode() if is_main else b"", f"the state of {name}")
             if not is_main:
                 skeleton = texts[0].decode()
-                held = empty_tensors(skeleton, str(device))
+                held = empty_tensors(skeleton, str(self._device))
             broadcast_in_place(self._comm, held, 0, f"the state of {name}")
             if not is_main:
                 each.load_state_dict(unflatten(skeleton, held))

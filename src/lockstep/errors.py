@@ -20,11 +20,19 @@ class UsageError(LockstepError, ValueError):
 
 
 class PeerError(LockstepError, RuntimeError):
-    """Another worker failed. ``ranks`` holds those that are blamed (empty where none could be named)."""
+    """Another worker failed. ``ranks`` holds those that are blamed (empty where none could be named).
 
-    def __init__(self, message: str, ranks: Iterable[int] = ()) -> None:
+    ``hung``: a whole timeout passed without a sign of them; otherwise something broke, which is known at once.
+    """
+
+    def __init__(self, message: str, ranks: Iterable[int] = (), *, hung: bool = False) -> None:
         super().__init__(message)
         self.ranks: tuple[int, ...] = tuple(ranks)
+        self.hung = hung
+
+    def again(self) -> PeerError:
+        """The same, as a new exception for another raise."""
+        return PeerError(str(self), self.ranks, hung=self.hung)
 
 
 class InvariantError(LockstepError, AssertionError):

@@ -10,20 +10,75 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.comm.base import Comm, bits
 from lockstep.comm.exchange import gather_bytes
+from lockstep.data.choose import open_source
 from lockstep.data.map_source import MapSource
-from lockstep.data.seeding import seed_everything
+from lockstep.data.seeding import preserved_randomness, seed_everything
 from lockstep.data.source import Micro
 from lockstep.data.stream_source import StreamSource
 from lockstep.errors import UsageError
-from lockstep.plan.samples import EVALUATION, lane_seed
+from lockstep.grads.engine import LaneEngine
+from lockstep.plan.samples import EVALUATION, MODEL, lane_seed
 from lockstep.plan.tree import halves
+from lockstep.same import require_equal
 from lockstep.state import buffer_of, empty_tensors, flatten, unflatten
 
 Sums = dict[str, Any]
+
+
+class Evaluations:
+    """Sums over datasets for one run. Those outside loops are kept: whoever joins or resumes later passes them at once."""
+
+    def __init__(self, model: nn.Module, engine: LaneEngine, lanes: int, seed: int) -> None:
+        self._model, self._engine, self._lanes, self._seed = model, engine, lanes, seed
+        self.kept: list[Sums] = []
+        self._passed = 0
+
+    def earlier(self) -> Sums | None:
+        """Outside loops: the result of the evaluation that the script has come to, if the run has passed it."""
+        self._passed += 1
+        return dict(self.kept[self._passed - 1]) if self._passed <= len(self.kept) else None
+
+    def evaluate(
+        self,
+        fn: Callable[[Any], Mapping[str, Any]],
+        dataset: Any,
+        *,
+        step: int,
+        global_batch: int,
+        num_workers: int,
+        collate_fn: Callable[[list[Any]], Any] | None,
+    ) -> Sums:
+        """Collective."""
+        comm = self._engine.comm
+        source = open_source(
+            dataset,
+            lanes=self._lanes,
+            global_batch=global_batch,
+            num_workers=num_workers,
+            collate_fn=collate_fn,
+            seed=self._seed,
+            pin_memory=any(param.is_cuda for param in self._engine.params),
+        )
+        require_equal(
+            comm,
+            [["argument", "global_batch", str(global_batch)], ["dataset", "length", str(getattr(source, "length", None))]],
+            "evaluate different things",
+            "Pass the same dataset and global_batch on every worker.",
+        )
+        training = [module for module in self._model.modules() if module.training]
+        try:
+            self._model.eval()
+            with preserved_randomness(), self._engine.untouched_buffers(), torch.no_grad():
+                mine = sum_here(fn, source, self._engine.dealt, lane_seed(self._seed, step, 0, MODEL))
+        finally:
+            source.close()
+            for module in training:
+                module.training = True
+        return sum_everywhere(comm, mine, self._lanes)
 
 
 def sum_here(

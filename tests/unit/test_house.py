@@ -26,9 +26,11 @@ FLOOR = {
     "replica": 4,
     "evaluate": 4,
     "ddp": 5,
-    "run": 6,
-    "__main__": 8,
-    "__init__": 9,
+    "loop": 6,
+    "holding": 7,
+    "run": 8,
+    "__main__": 9,
+    "__init__": 10,
 }
 
 PURE = {"__future__", "array", "collections", "dataclasses", "enum", "hashlib", "json", "math", "typing", "lockstep"}

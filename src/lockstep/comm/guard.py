@@ -37,7 +37,7 @@ class Guard:
     def again(self) -> PeerError:
         """The error that ended this comm, as a new exception."""
         assert self.error is not None
-        return PeerError(str(self.error), self.error.ranks)
+        return self.error.again()
 
     def explain(self, count: int, what: str, waited_s: float, cause: str = "") -> PeerError:
         """A wait for operation ``count`` was in vain: find out why, once for all."""

@@ -124,10 +124,11 @@ class _LoopbackPending:
                     f"rank {', '.join(map(str, missing))} never sent {self._round.what} (rank {self._rank} waited "
                     f"{time.monotonic() - started:.1f} s; ranks {', '.join(map(str, there))} are there).",
                     missing,
+                    hung=True,
                 )
                 self._hub.broken = error
                 self._hub.changed.notify_all()
-        raise PeerError(str(error), error.ranks)
+        raise error.again()
 
     def done(self) -> bool:
         return self._round.over
@@ -179,7 +180,7 @@ class Loopback:
         if self._closed:
             raise UsageError(f"rank {self.rank} used its comm for {what} after closing it.")
         if self.hub.broken is not None:
-            raise PeerError(str(self.hub.broken), self.hub.broken.ranks)
+            raise self.hub.broken.again()
         index = self._operations
         self._operations += 1
         if self.hub.faults.get(self.rank) == index:

@@ -53,6 +53,7 @@ class Alarm:
     what: str
     waited_s: float
     cause: str
+    """Empty: nothing happened, and the timeout passed."""
 
 
 def blame(alarm: Alarm, statuses: Mapping[int, Status], size: int, me: int) -> PeerError:
@@ -87,7 +88,7 @@ def blame(alarm: Alarm, statuses: Mapping[int, Status], size: int, me: int) -> P
             tail.append(f"{whose} is alive; it last reached {status.what} at {status.at} and then did something else.")
     if alarm.cause:
         tail.append(f"({alarm.cause})")
-    return PeerError(" ".join([head, *tail]), missing)
+    return PeerError(" ".join([head, *tail]), missing, hung=not alarm.cause)
 
 
 def _ranks(ranks: list[int]) -> str:

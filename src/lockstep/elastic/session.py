@@ -88,8 +88,7 @@ class Session:
         if current.broken.is_set():
             return  # the agent knows more than we do
         blamed = [current.members[rank] for rank in error.ranks if rank < current.size]
-        hung = "never sent" in str(error) and "has ended" not in str(error)
-        self.say(type="lost", generation=current.number, blamed=blamed, hung=hung, why=str(error)[:500])
+        self.say(type="lost", generation=current.number, blamed=blamed, hung=error.hung, why=str(error)[:500])
 
     def leave(self) -> None:
         """This worker wants to go, after the step it is in."""

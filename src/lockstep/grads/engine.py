@@ -46,7 +46,7 @@ class LaneEngine:
     """``lanes`` lanes of one model over the ranks of ``comm``. All ranks must construct it alike."""
 
     def __init__(self, module: nn.Module, comm: Comm, lanes: int, *, exact: bool = True, bucket_mb: float = 25) -> None:
-        self.comm, self.lanes = comm, lanes
+        self.comm, self.lanes, self._module = comm, lanes, module
         self.named = parameters_of(module, ())
         trainable = [(name, p) for name, p in self.named if p.is_floating_point() or p.is_complex()]
         self.params = [p for _, p in trainable]
@@ -144,6 +144,22 @@ class LaneEngine:
     def trainable(self) -> list[str]:
         """Names of the parameters that want gradients now."""
         return [name for name, param in self.named if param.requires_grad]
+
+    def require_unchanged(self) -> None:
+        """The model has the parameters and buffers that it had when it was hooked."""
+        unsettled = self.buffers.unsettled()
+        if unsettled:
+            raise UsageError(
+                f"buffer {unsettled[0]} appeared or vanished after Run(...) was made: nobody would average it. Register it with a "
+                "tensor before; a cache that every worker can compute for itself with persistent=False."
+            )
+        now = list(self._module.named_parameters())
+        if [id(p) for _, p in now] != [id(p) for _, p in self.named]:
+            shown = ", ".join(sorted({name for name, _ in self.named} ^ {name for name, _ in now})[:3])
+            raise UsageError(
+                f"the model was changed after Run(...) was made: {shown or 'a parameter was replaced'}. Nobody would average the "
+                "new parameters' gradients. Change it first, then make the optimizer and the Run."
+            )
 
     def buffer_fingerprints(self) -> list[list[str]]:
         """Rows by which ranks compare the buffers they begin a step with."""

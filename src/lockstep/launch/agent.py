@@ -98,14 +98,13 @@ class Agent:
 
     def _pause_s(self) -> float:
         now = time.monotonic()
-        due = [now + _TICK_S, self._term_at, self._kill_at, self._door.store.next_deadline() or math.inf]
+        due = [now + _TICK_S, self._term_at, self._kill_at]
         due += [*(when for when, _ in self._later), *self._kills.values()]
         return max(0.0, min(due) - now)
 
     def _on_time(self, now: float) -> None:
         self._outlet.flush()
         self._console.redraw(now)
-        self._door.expire(now)
         if now >= self._term_at:
             self._term_at, self._kill_at = math.inf, now + self._settings.grace_s
             self._fleet.give_up_unborn()
@@ -267,12 +266,11 @@ class Agent:
             self._fleet.signal(action.worker, STACK_SIGNAL)
 
     def _form(self, action: plan.Form, why: str) -> None:
-        self._door.form(action.number)
         self._ranks = {id: rank for rank, id in enumerate(action.members)}
         if action.number > 0:
             self._console.say(why)
         self._verdict.new_incident()
-        packet = {"type": "generation", "number": action.number, "members": action.members, "store": self._run_dir.address}
+        packet = {"type": "generation", "number": action.number, "members": action.members}
         for id in action.members:
             self._fleet.send(id, packet)
 

@@ -1,17 +1,14 @@
-"""Door: the unix socket of a run, through which workers reach the key store and people the agent. Knows frames, not decisions."""
+"""Door: the unix socket of a run, through which people reach its agent. Knows frames, not decisions."""
 
 from __future__ import annotations
 
 import os
 import selectors
 import socket
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import cast
 
 from lockstep.launch import packets
-from lockstep.launch.store import KeyStore
 
 
 @dataclass(eq=False)
@@ -22,10 +19,9 @@ class Visitor:
 
 
 class Door:
-    """``ask`` answers every request that is not for the store."""
+    """``ask`` answers every request."""
 
     def __init__(self, address: str, selector: selectors.BaseSelector, ask: Callable[[packets.Packet], packets.Packet]) -> None:
-        self.store = KeyStore()
         self._selector, self._ask = selector, ask
         self._visitors: set[Visitor] = set()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -37,12 +33,6 @@ class Door:
         self._socket.listen(256)
         self._socket.setblocking(False)
         selector.register(self._socket, selectors.EVENT_READ, self._let_in)
-
-    def form(self, generation: int) -> None:
-        self._deliver(self.store.form(generation))
-
-    def expire(self, now: float) -> None:
-        self._deliver(self.store.expire(now))
 
     def close(self) -> None:
         for visitor in list(self._visitors):
@@ -75,15 +65,7 @@ class Door:
         if not data:
             self._send_off(visitor)
         for request in requests:
-            if "op" in request:
-                self._deliver(self.store.handle(visitor, request, time.monotonic()))
-            else:
-                self._deliver([(visitor, self._ask(request))])
-
-    def _deliver(self, replies: list[tuple[object, packets.Packet]]) -> None:
-        for client, reply in replies:
-            visitor = cast(Visitor, client)
-            visitor.unsent += packets.frame(reply)
+            visitor.unsent += packets.frame(self._ask(request))
             self._push(visitor)
 
     def _push(self, visitor: Visitor) -> None:
@@ -104,6 +86,5 @@ class Door:
     def _send_off(self, visitor: Visitor) -> None:
         if visitor in self._visitors:
             self._visitors.remove(visitor)
-            self.store.forget(visitor)
             self._selector.unregister(visitor.line)
             visitor.line.close()
