@@ -25,7 +25,7 @@ bench: $(INSTALLED)
 
 # A thousand random fault schedules against real runs: about two hours.
 chaos: $(INSTALLED)
-	$(BIN)/python -m tests.process.test_chaos 0 1000
+	$(BIN)/python -m tests.chaos 0 1000
 
 # On a machine with a GPU, with whatever torch it has: nothing is installed.
 gpu:

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from lockstep.observe.ledger import audit, read
+from tests.chaos import Chaos, undisturbed
 from tests.lane_jobs import SAMPLES
-from tests.process.test_chaos import Chaos, undisturbed
 
 
 @pytest.fixture(scope="module")
