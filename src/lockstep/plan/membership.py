@@ -287,7 +287,7 @@ def _died(state: State, event: Died, now: float) -> Decision:
         actions += spawns
     if not state.members and not state.having(Status.STARTING, Status.WAITING):
         return _end(state, 1, why)
-    state, more, _ = _settle(state, why, now)
+    state, more, why = _settle(state, why, now)
     return state, (*actions, *more), why
 
 
