@@ -23,7 +23,9 @@ torch.set_num_threads(1)
 torch.manual_seed(0)
 x = torch.randn(8192, 256)
 data = torch.utils.data.TensorDataset(x, (x[:, 0] > 0).long())
-model = torch.nn.Sequential(torch.nn.Linear(256, 768), torch.nn.ReLU(), torch.nn.Linear(768, 768), torch.nn.ReLU(), torch.nn.Linear(768, 2))
+widths = [256, 768, 768]
+body = [layer for a, b in zip(widths, widths[1:]) for layer in (torch.nn.Linear(a, b), torch.nn.ReLU())]
+model = torch.nn.Sequential(*body, torch.nn.Linear(768, 2))
 opt = torch.optim.SGD(model.parameters(), lr=0.01)
 run = lockstep.Run(model, opt, lanes=int(os.environ["COST_LANES"]), comm="shm")
 times = []

@@ -134,9 +134,13 @@ def main(first: int, count: int, jobs: int) -> int:
                 print(f"FAILED {error}", flush=True)
                 return False
             finally:
+                done.append(seed)
+                if len(done) % 50 == 0:
+                    print(f"{len(done)} done after {time.monotonic() - began:.0f} s", flush=True)
                 shutil.rmtree(Path(place, f"run-{seed}"), ignore_errors=True)
             return True
 
+        done: list[int] = []
         began = time.monotonic()
         with ThreadPoolExecutor(jobs) as pool:
             failures = list(pool.map(one, range(first, first + count))).count(False)

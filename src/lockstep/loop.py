@@ -26,6 +26,7 @@ from lockstep.data.shard import Redealt, Shard, Step
 from lockstep.elastic.crew import Crew
 from lockstep.errors import UsageError
 from lockstep.gates import Gates
+from lockstep.grads.control import CHANGE, STOP
 from lockstep.grads.engine import LaneEngine, Phase
 from lockstep.observe.ledger import Ledger
 from lockstep.observe.log import LaneLog
@@ -174,17 +175,24 @@ class Loop:
             raise Redealt
         self._require_complete(turn)
         self._log.weigh(self.engine.weight_of(turn.lane))
-        if turn.committed and self.step % self._log_every == 0:
-            self._crew.together(self._exchange)
-        if (
-            turn.committed
-            and self.engine.change_is_due
-            and self._crew.session is not None
-            and turn.generation == self._crew.generation
-        ):
-            self._crew.move()
+        if turn.committed:
+            self._between_steps(turn)
         if turn.generation != self._crew.generation:
             raise Redealt
+
+    def _between_steps(self, turn: Turn) -> None:
+        """A step is committed, and its turn is over: all workers are here, unless some are gone."""
+        if self.step % self._log_every == 0:
+            self._crew.together(self._exchange)
+        wishes = self.heard(turn)
+        if any(wish & STOP for wish in wishes):
+            raise SystemExit(0)
+        if any(wish & CHANGE for wish in wishes):
+            self._crew.move()
+
+    def heard(self, turn: Turn) -> tuple[int, ...]:
+        """What every worker wished with the step just committed; nothing where they have changed since."""
+        return self.engine.heard if turn.generation == self._crew.generation else ()
 
     def exhausted(self) -> None:
         self._crew.together(self._exchange)

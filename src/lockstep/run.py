@@ -96,9 +96,8 @@ class Run:
             self.engine.settings, self.engine.on_averaged = self.gates.settings, self._loop.averaged
             self.engine.on_difference = lambda rank: agreement.settings_differ(self.step, rank)
             self.engine.before_leaving = self._loop.write_down
-            session = self._crew.session
-            if session is not None:
-                self.engine.on_lost, self.engine.wants_change = self._crew.recover, lambda: session.wants_change
+            if self._crew.session is not None:
+                self.engine.on_lost, self.engine.wishes = self._crew.recover, self._crew.wishes
             self._crew.begin(holding)
             holding.began = True
         except BaseException:

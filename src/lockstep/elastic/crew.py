@@ -12,15 +12,16 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 
 from lockstep.comm.base import Comm
 from lockstep.comm.choose import open_comm
 from lockstep.elastic.session import Generation, Session
-from lockstep.elastic.transfer import align
+from lockstep.elastic.transfer import Place, align
 from lockstep.errors import PeerError
+from lockstep.grads.control import CHANGE, STOP
 from lockstep.launch import worker
 from lockstep.world import Line, World
 
@@ -65,7 +66,9 @@ class Crew:
         self._timeout_s = timeout_s if line is None else min(timeout_s, line.hang_timeout_s)
         self._most = most or (line.start_size if line is not None else 0)
         self._holder: Holder | None = None
+        self._result: Any
         self._holds_state = False
+        self._acts, self._result = 0, None
         self.generation = 0
         self.session = Session(line, self._abort) if line is not None else None
         if self.session is None:
@@ -81,6 +84,7 @@ class Crew:
         """Workers that somebody else brought together: one generation, for ever."""
         crew = Crew.__new__(Crew)
         crew.comm, crew.session, crew.generation, crew.start_size = comm, None, 0, comm.size
+        crew._acts, crew._result = 0, None
         return crew
 
     def begin(self, holder: Holder) -> None:
@@ -96,14 +100,23 @@ class Crew:
             self.recover(error)
 
     def together(self, act: Callable[[], T]) -> T:
-        """A collective act, again after each recovery."""
+        """A collective act, again after each recovery, unless another worker had completed it: then its result counts.
+
+        The result must be plain data (state.py), the same on every worker.
+        """
+        number = self._acts
         while True:
             try:
-                return act()
+                result = act()
             except PeerError as error:
                 if self.session is None:
                     raise
                 self.recover(error)
+                if self._acts > number:
+                    return cast(T, self._result)
+            else:
+                self._acts, self._result = number + 1, result
+                return result
 
     def recover(self, error: PeerError) -> None:
         """A peer is lost: the survivors form the next generation. ``error`` is raised where nobody can help."""
@@ -127,6 +140,13 @@ class Crew:
             except PeerError as error:
                 session.lost(error)
 
+    def wishes(self) -> int:
+        """What the agent has told this worker, for the others to hear (grads/control.py)."""
+        session = self.session
+        if session is None:
+            return 0
+        return (CHANGE if session.wants_change else 0) | (STOP if session.stopping else 0)
+
     def _join(self, session: Session) -> Generation:
         """Be taken into the run, by whichever generation stands."""
         generation = session.join(self._most)
@@ -147,9 +167,11 @@ class Crew:
         assert holder is not None
         self.comm = comm
         holder.rebind(comm)
-        state = align(comm, self._steps(), holder.capture, self._device)
-        if state is not None:
-            holder.restore(state)
+        aligned = align(comm, Place(self._steps(), self._acts), holder.capture, self._result, self._device)
+        if aligned.acts > self._acts:
+            self._acts, self._result = aligned.acts, aligned.result
+        if aligned.state is not None:
+            holder.restore(aligned.state)
         elif not self._holds_state:
             holder.agree()
         self._holds_state = True
@@ -168,4 +190,4 @@ class Crew:
 def _leave_on_sigterm(session: Session) -> None:
     """SIGTERM to one worker: it finishes the step and leaves. A handler of the user's own stays."""
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, lambda *_: session.leave())
+        signal.signal(signal.SIGTERM, lambda *_: None if session.stopping else session.leave())

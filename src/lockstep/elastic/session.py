@@ -48,6 +48,8 @@ class Session:
         self._current: Generation | None = None
         self._store: BreakableStore | None = None
         self._changing = False
+        self.stopping = False
+        """Whether the whole run was told to end."""
         threading.Thread(target=self._listen, name="lockstep-session", daemon=True).start()
 
     @property
@@ -127,5 +129,7 @@ class Session:
                 self._on_abort(packet["why"])
             elif packet["type"] == "change":
                 self._changing = True
+            elif packet["type"] == "stop":
+                self.stopping = True
             elif packet["type"] == "dismiss":
                 self._formed.put(None)

@@ -16,6 +16,17 @@ from lockstep.comm.base import Comm, Pending
 
 _HEAD = struct.Struct("<qqq")
 
+WEIGHED, COUNTED = 1, 2
+"""Some of my lanes were weighed by the user; some were counted."""
+CHANGE = 4
+"""Somebody waits to join or to leave: let us end this generation after the same step."""
+SAVE = 8
+"""A checkpoint is due, by my clock."""
+WROTE = 16
+"""My part of the checkpoint in flight is written, or has failed."""
+STOP = 32
+"""The run was told to end: save, and leave after the same step."""
+
 
 @dataclass(frozen=True)
 class Word:

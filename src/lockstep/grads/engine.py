@@ -22,15 +22,13 @@ from torch import nn
 from lockstep.comm.base import Comm
 from lockstep.errors import PeerError, UsageError
 from lockstep.grads.buffers import Buffers
-from lockstep.grads.control import Exchange, Word, union
+from lockstep.grads.control import COUNTED, WEIGHED, Exchange, Word, union
 from lockstep.grads.hooks import GradHooks
 from lockstep.grads.lane_buffers import LaneBuffers
 from lockstep.grads.lanes import LaneReducer, Turn
 from lockstep.grads.module import Mark, claim, disclaim, parameters_of, sparse_of
 from lockstep.plan.lanes import deal
 from lockstep.plan.tree import fold
-
-_WEIGHED, _COUNTED, _CHANGE = 1, 2, 4
 
 
 class Phase(enum.Enum):
@@ -72,10 +70,10 @@ class LaneEngine:
         self.on_lost: Callable[[PeerError], None] | None = None
         """Called at the end of a backward in which a peer was lost, instead of raising out of it. The turn is void then."""
         self._lost: PeerError | None = None
-        self.wants_change: Callable[[], bool] = lambda: False
-        """Whether this worker was told that somebody waits to join or leave."""
-        self.change_is_due = False
-        """Whether some worker was, before the step just averaged: then all of them know."""
+        self.wishes: Callable[[], int] = lambda: 0
+        """What this worker tells the others with every step (grads/control.py: CHANGE, SAVE, ...)."""
+        self.heard: tuple[int, ...] = ()
+        """Every worker's wishes, by rank, with the step just averaged: all of them have heard the same."""
         self._deal()
         self._hooks = GradHooks(self.params, self._begin, self._ready, self._end)
         self._mark = module.register_forward_hook(Mark(self))
@@ -260,7 +258,7 @@ class LaneEngine:
             return
         words = Exchange(self.comm, self._word(), self._most).wait()
         self._compare(words)
-        self.change_is_due = any(word.wants & _CHANGE for word in words)
+        self.heard = tuple(word.wants for word in words)
         weights = [weight for word in words for weight in word.weights]
         scale = 1.0 if self.lanes == 1 else self._scale_of(weights)
         self._reducer.finish(union([word.present for word in words]), scale)
@@ -276,8 +274,7 @@ class LaneEngine:
         settings = self.settings()
         if settings != self._first_settings:
             self.on_difference(None)
-        change = _CHANGE if self.wants_change() else 0
-        wants = change | (_WEIGHED if self._weighed else 0) | (_COUNTED if counted else 0)
+        wants = self.wishes() | (WEIGHED if self._weighed else 0) | (COUNTED if counted else 0)
         return Word(self.step, settings, wants, weights, bytes(self._reducer.present), self._lane_buffers.changed())
 
     def _compare(self, words: Sequence[Word]) -> None:
@@ -289,8 +286,8 @@ class LaneEngine:
                 )
             if word.settings != words[0].settings:
                 self.on_difference(rank)
-        ways = {w.wants & (_WEIGHED | _COUNTED) for w in words} - {0}
-        if len(ways) > 1 or _WEIGHED | _COUNTED in ways:
+        ways = {w.wants & (WEIGHED | COUNTED) for w in words} - {0}
+        if len(ways) > 1 or WEIGHED | COUNTED in ways:
             raise UsageError(
                 f"run.weigh() was called for some lanes of step {self.step} and not for others: numbers of samples and weights "
                 "of yours cannot be added. Call it in every turn of the loop body, or never."
