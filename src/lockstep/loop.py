@@ -210,8 +210,12 @@ class Loop:
 
     def gather_counts(self, counts: Sequence[int]) -> tuple[int, ...]:
         mine = json.dumps(list(counts)).encode()
-        texts = self._or_redeal(lambda: gather_bytes(self._crew.comm, mine, "the samples of each lane"))
-        return tuple(count for text in texts for count in json.loads(text))
+
+        def gather() -> list[int]:
+            texts = gather_bytes(self._crew.comm, mine, "the samples of each lane")
+            return [count for text in texts for count in json.loads(text)]
+
+        return tuple(self._or_redeal(gather))
 
     def _or_redeal(self, act: Callable[[], T]) -> T:
         """A collective act inside the loader: after a recovery the step is dealt again instead."""

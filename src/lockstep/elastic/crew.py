@@ -12,6 +12,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
@@ -19,13 +20,15 @@ import torch
 from lockstep.comm.base import Comm
 from lockstep.comm.choose import open_comm
 from lockstep.elastic.session import Generation, Session
-from lockstep.elastic.transfer import Place, align
+from lockstep.elastic.transfer import Place, Verdict, align
 from lockstep.errors import PeerError
 from lockstep.grads.control import CHANGE, STOP
 from lockstep.launch import worker
 from lockstep.world import Line, World
 
 T = TypeVar("T")
+_REMEMBERED = 8
+"""Generations whose end is remembered, for those who could not enter the next ones."""
 
 
 class Holder(Protocol):
@@ -68,7 +71,8 @@ class Crew:
         self._holder: Holder | None = None
         self._result: Any
         self._holds_state = False
-        self._acts, self._result = 0, None
+        self._place, self._result = Place(), None
+        self._verdicts: dict[int, Verdict] = {}
         self.generation = 0
         self.session = Session(line, self._abort) if line is not None else None
         if self.session is None:
@@ -84,7 +88,7 @@ class Crew:
         """Workers that somebody else brought together: one generation, for ever."""
         crew = Crew.__new__(Crew)
         crew.comm, crew.session, crew.generation, crew.start_size = comm, None, 0, comm.size
-        crew._acts, crew._result = 0, None
+        crew._place, crew._result = Place(), None
         return crew
 
     def begin(self, holder: Holder) -> None:
@@ -104,7 +108,7 @@ class Crew:
 
         The result must be plain data (state.py), the same on every worker.
         """
-        number = self._acts
+        entered, number = self._place.generation, self._place.acts
         while True:
             try:
                 result = act()
@@ -112,10 +116,13 @@ class Crew:
                 if self.session is None:
                     raise
                 self.recover(error)
-                if self._acts > number:
-                    return cast(T, self._result)
+                verdict = self._verdicts[entered]
+                if verdict.acts > number:
+                    return cast(T, verdict.result)
+                entered, number = self._place.generation, self._place.acts
             else:
-                self._acts, self._result = number + 1, result
+                self._place = replace(self._place, acts=self._place.acts + 1)
+                self._result = result
                 return result
 
     def recover(self, error: PeerError) -> None:
@@ -167,15 +174,18 @@ class Crew:
         assert holder is not None
         self.comm = comm
         holder.rebind(comm)
-        aligned = align(comm, Place(self._steps(), self._acts), holder.capture, self._result, self._device)
-        if aligned.acts > self._acts:
-            self._acts, self._result = aligned.acts, aligned.result
+        mine = replace(self._place, steps=self._steps())
+        aligned = align(comm, mine, holder.capture, self._result, self._verdicts, self._device)
         if aligned.state is not None:
             holder.restore(aligned.state)
         elif not self._holds_state:
             holder.agree()
         self._holds_state = True
         self.generation = generation.number
+        self._verdicts = {k: v for k, v in self._verdicts.items() if k > mine.generation - _REMEMBERED}
+        self._verdicts[mine.generation] = aligned.verdict
+        self._place = Place(generation=generation.number, since=generation.number if mine.since < 0 else mine.since)
+        self._result = None
 
     def _steps(self) -> int:
         return self._holder.committed_steps if self._holder is not None and self._holds_state else -1

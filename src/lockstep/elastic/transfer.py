@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -15,17 +15,31 @@ from lockstep.state import empty_tensors, flatten, unflatten
 
 @dataclass(frozen=True)
 class Place:
-    """How far a worker is: steps committed (-1: it holds nothing), and collective acts completed between them."""
+    """How far a worker is: steps committed (-1: it holds nothing), and collective acts completed in the generation it entered last.
 
-    steps: int
+    ``since``: the first generation it entered; -1: none.
+    """
+
+    steps: int = -1
+    generation: int = -1
+    acts: int = 0
+    since: int = -1
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a generation ended: the acts that at least one of its members had completed, and what the last of them gave."""
+
     acts: int
+    result: Any = None
 
 
-def places(comm: Comm, mine: Place) -> list[Place]:
-    """Everybody's, by rank."""
-    everyone = torch.zeros(comm.size, 2, dtype=torch.int64)
-    comm.all_gather(everyone, torch.tensor([mine.steps, mine.acts]), "how far each has come").wait()
-    return [Place(*row) for row in everyone.tolist()]
+@dataclass(frozen=True)
+class Aligned:
+    """``state``: where this worker was behind a commit, that of one that was not. ``verdict``: on the generation it comes from."""
+
+    verdict: Verdict
+    state: Any = None
 
 
 def send(comm: Comm, state: Any, source: int, device: torch.device) -> None:
@@ -53,31 +67,46 @@ def carry(comm: Comm, value: Callable[[], Any], source: int, to: Sequence[int], 
     return None
 
 
-@dataclass(frozen=True)
-class Aligned:
-    """``state``: where this worker was behind a commit, that of one that was not. ``result``: of the act it had not completed."""
-
-    acts: int
-    state: Any = None
-    result: Any = None
-
-
-def align(comm: Comm, mine: Place, state: Callable[[], Any], result: Any, device: torch.device) -> Aligned:
-    """All ranks: bring those that are behind to the greatest committed step, and to the last act that anybody has completed.
+def align(
+    comm: Comm, mine: Place, state: Callable[[], Any], result: Any, verdicts: Mapping[int, Verdict], device: torch.device
+) -> Aligned:
+    """All ranks: bring those that are behind to the greatest committed step, and tell all how their last generation ended.
 
     ``state()`` captures this worker's, where others need it; ``result`` is what its last act gave. Nobody can be more than one
-    act behind: to complete one, all must have come to it.
+    act behind in a generation: to complete one, all must have come to it. A worker that did not get as far as to enter the
+    latest generation hears from one that did (``verdicts``), and was in the same one before.
     """
     everyone = places(comm, mine)
     steps = max(place.steps for place in everyone)
-    acts = max(place.acts for place in everyone)
     behind = [rank for rank, place in enumerate(everyone) if place.steps < steps]
-    missing = [rank for rank, place in enumerate(everyone) if place.acts < acts and place.steps == steps >= 0]
     received = None
     if behind:
-        source = next(rank for rank, place in enumerate(everyone) if place.steps == steps)
-        received = carry(comm, state, source, behind, device)
+        received = carry(comm, state, _first(everyone, lambda place: place.steps == steps), behind, device)
+    latest = max(place.generation for place in everyone)
+    acts = max(place.acts for place in everyone if place.generation == latest)
+    missing = [rank for rank, place in enumerate(everyone) if place.generation == latest and place.acts < acts]
+    verdict = Verdict(acts, result)
     if missing:
-        source = next(rank for rank, place in enumerate(everyone) if place.acts == acts)
-        result = carry(comm, lambda: result, source, missing, device)
-    return Aligned(acts, received, result if comm.rank in missing else None)
+        source = _first(everyone, lambda place: place.generation == latest and place.acts == acts)
+        given = carry(comm, lambda: result, source, missing, device)
+        verdict = Verdict(acts, given if comm.rank in missing else result)
+    elsewhere = [rank for rank, place in enumerate(everyone) if 0 <= place.generation < latest]
+    if elsewhere:
+        oldest = min(everyone[rank].generation for rank in elsewhere)
+        source = _first(everyone, lambda place: place.generation == latest and place.since <= oldest)
+        known = {number: [each.acts, each.result] for number, each in verdicts.items() if number >= oldest}
+        told = carry(comm, lambda: known, source, elsewhere, device)
+        if told is not None:
+            verdict = Verdict(*told[mine.generation])
+    return Aligned(verdict, received)
+
+
+def places(comm: Comm, mine: Place) -> list[Place]:
+    """Everybody's, by rank."""
+    everyone = torch.zeros(comm.size, 4, dtype=torch.int64)
+    comm.all_gather(everyone, torch.tensor(astuple(mine)), "how far each has come").wait()
+    return [Place(*row) for row in everyone.tolist()]
+
+
+def _first(everyone: Sequence[Place], fits: Callable[[Place], bool]) -> int:
+    return next(rank for rank, place in enumerate(everyone) if fits(place))
