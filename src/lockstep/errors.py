@@ -3,6 +3,7 @@
 LockstepError
   UsageError       you: an argument, a variable, a model that cannot work as given
   PeerError        another worker: it died, stands still, or left
+  CorruptionError  the hardware: replicas that must be equal are not
   InvariantError   us: a state that our own code must never reach
 """
 
@@ -33,6 +34,10 @@ class PeerError(LockstepError, RuntimeError):
     def again(self) -> PeerError:
         """The same, as a new exception for another raise."""
         return PeerError(str(self), self.ranks, hung=self.hung)
+
+
+class CorruptionError(LockstepError, RuntimeError):
+    """Replicas that must hold the same bits do not, and which of them is right cannot be told."""
 
 
 class InvariantError(LockstepError, AssertionError):

@@ -5,13 +5,15 @@ Knows what belongs to a run's state, not where it goes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from lockstep.agreement import Agreement
 from lockstep.comm.base import Comm
+from lockstep.errors import UsageError
 from lockstep.evaluate import Evaluations
 from lockstep.gates import Gates
 from lockstep.grads.engine import LaneEngine
@@ -19,13 +21,31 @@ from lockstep.loop import Loop
 
 
 class Holding:
-    """What a change of workers must carry over (elastic/crew.py: ``Holder``)."""
+    """What a change of workers must carry over (elastic/crew.py: ``Holder``), and what a checkpoint holds."""
 
-    def __init__(self, engine: LaneEngine, gates: Gates, loop: Loop, evaluations: Evaluations, agreement: Agreement) -> None:
-        self._engine, self._gates, self._loop, self._evaluations = engine, gates, loop, evaluations
+    def __init__(
+        self,
+        model: nn.Module,
+        engine: LaneEngine,
+        gates: Gates,
+        loop: Loop,
+        evaluations: Evaluations,
+        agreement: Agreement,
+        settings: dict[str, Any],
+    ) -> None:
+        self._model, self._engine, self._gates, self._loop, self._evaluations = model, engine, gates, loop, evaluations
         self._agreement = agreement
+        self.settings = settings
+        """What defines the arithmetic."""
+        self._registered: dict[str, Any] = {}
+        self._unclaimed: dict[str, Any] = {}
         self.began = False
         """Whether this worker's script has its Run: from then on it has a place in the script."""
+        self.on_rebind: Callable[[], None] = lambda: None
+        self.resume: Callable[[], bool] = lambda: False
+        """At the very beginning: take over a checkpoint's state, if there is one. Collective."""
+
+    # -- a change of workers -------------------------------------------------------------------
 
     @property
     def committed_steps(self) -> int:
@@ -38,30 +58,87 @@ class Holding:
     def rebind(self, comm: Comm) -> None:
         self._engine.rebind(comm)
         self._agreement.rebind(comm)
+        self.on_rebind()
 
     def agree(self) -> None:
         self._agreement.require_same()
-        self._agreement.share_state()
+        if not self.resume():
+            self._agreement.share_state()
+
+    # -- the state -----------------------------------------------------------------------------
+
+    def register(self, name: str, each: Any) -> None:
+        """``each`` belongs to the state from now on. Where the state was received before it was registered, it takes its part."""
+        if name in self._registered:
+            raise UsageError(f"run.register({name!r}, ...) was called twice. Give every object a name of its own.")
+        for method in ("state_dict", "load_state_dict"):
+            if not callable(getattr(each, method, None)):
+                raise UsageError(f"run.register({name!r}, ...) got a {type(each).__name__}, which has no {method}().")
+        self._registered[name] = each
+        if name in self._unclaimed:
+            each.load_state_dict(self._unclaimed.pop(name))
+
+    def replicated(self) -> dict[str, Any]:
+        """What must have the same bits on every worker."""
+        return {
+            "parameters": {name: param.detach() for name, param in self._engine.named},
+            "buffers": {name: buffer.detach() for name, buffer in self._engine.buffers.named()},
+            "objects": dict(zip(self._gates.names(), (each.state_dict() for each in self._gates.objects), strict=True)),
+            "registered": {name: each.state_dict() for name, each in self._registered.items()} | self._unclaimed,
+        }
 
     def capture(self) -> dict[str, Any]:
         return {
             "loop": self._loop.capture(),
             "evaluations": self._evaluations.kept,
             "trainable": self._engine.trainable(),
-            "parameters": {name: param.detach() for name, param in self._engine.named},
-            "buffers": {name: buffer.detach() for name, buffer in self._engine.buffers.named()},
-            "objects": [each.state_dict() for each in self._gates.objects],
+            **self.replicated(),
         }
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Take over another worker's state. In mid-loop, the step this worker missed counts as committed in this turn."""
+    def restore(self, state: Mapping[str, Any], *, resumes: bool = False) -> None:
+        """Take over another worker's state, or (``resumes``) a checkpoint's, as all workers do at once.
+
+        In mid-loop, the step this worker missed counts as committed in this turn.
+        """
+        if list(state["objects"]) != self._gates.names():
+            raise UsageError(
+                f"the state is of a Run with {', '.join(state['objects']) or 'no objects'}; this one has "
+                f"{', '.join(self._gates.names())}. Pass the same optimizers and schedulers in the same order."
+            )
         with torch.no_grad():
             for name, param in self._engine.named:
-                param.copy_(state["parameters"][name])
+                if param.data_ptr() != state["parameters"][name].data_ptr():
+                    param.copy_(state["parameters"][name])
                 param.requires_grad_(name in state["trainable"])
             for name, buffer in self._engine.buffers.named():
-                self._engine.buffers.write(buffer, state["buffers"][name])
-        for each, held in zip(self._gates.objects, state["objects"], strict=True):
-            each.load_state_dict(held)
+                if buffer.data_ptr() != state["buffers"][name].data_ptr():
+                    self._engine.buffers.write(buffer, state["buffers"][name])
+        for name, each in zip(self._gates.names(), self._gates.objects, strict=True):
+            each.load_state_dict(state["objects"][name])
+        self._unclaimed = dict(state["registered"])
+        for name, each in self._registered.items():
+            if name in self._unclaimed:
+                each.load_state_dict(self._unclaimed.pop(name))
         self._evaluations.kept = list(state["evaluations"])
-        self._loop.restore(state["loop"], joins=not self.began)
+        self._loop.restore(state["loop"], joins=not self.began and not resumes)
+
+    # -- the model's state dict ----------------------------------------------------------------
+
+    def weights(self) -> dict[str, Tensor]:
+        """The model's state dict, each tensor under one name."""
+        keep = self.persistent()
+        return {
+            **{name: param.detach() for name, param in self._engine.named},
+            **{name: buffer for name, buffer in self._engine.buffers.named() if name in keep},
+        }
+
+    def persistent(self) -> set[str]:
+        return set(self._model.state_dict(keep_vars=True))
+
+    def aliases(self) -> dict[str, str]:
+        first: dict[int, str] = {id(tensor): name for name, tensor in reversed(list(self._named()))}
+        state = self._model.state_dict(keep_vars=True)
+        return {name: first[id(t)] for name, t in state.items() if id(t) in first and first[id(t)] != name}
+
+    def _named(self) -> list[tuple[str, Tensor]]:
+        return [*self._engine.named, *self._engine.buffers.named()]

@@ -23,6 +23,7 @@ from lockstep.agreement import Agreement
 from lockstep.comm.exchange import gather_bytes
 from lockstep.data.seeding import seed_everything
 from lockstep.data.shard import Redealt, Shard, Step
+from lockstep.duty import Duty, Moment
 from lockstep.elastic.crew import Crew
 from lockstep.errors import UsageError
 from lockstep.gates import Gates
@@ -74,6 +75,9 @@ class Loop:
         self._broken_off: int | None = None
         self._held: dict[int, list[int]] = {}
         self._closed = False
+        self.duties: list[Duty] = []
+        self._data: dict[str, Any] = {}
+        self._resumed_data: dict[str, Any] | None = None
 
     def bind(self, gates: Gates, agreement: Agreement) -> None:
         self.gates, self._agreement = gates, agreement
@@ -113,7 +117,8 @@ class Loop:
             )
         stage, self._stages = self._stages, self._stages + 1
         if stage < self._stage:
-            return None  # over before this worker joined
+            return None  # over before this worker joined, or the run was resumed
+        self._require_same_data(shard.settings)
         rows = [["argument", name, str(value)] for name, value in shard.settings.items()]
         if not self._joins:
             self._crew.together(
@@ -125,6 +130,7 @@ class Loop:
                 )
             )
         self._joins = False
+        self._data = dict(shard.settings)
         self.turn = Turn(stage)
         return stage
 
@@ -184,18 +190,25 @@ class Loop:
         """A step is committed, and its turn is over: all workers are here, unless some are gone."""
         if self.step % self._log_every == 0:
             self._crew.together(self._exchange)
-        wishes = self.heard(turn)
+        for duty in self.duties:
+            if duty.look(self._moment(turn)):
+                self._crew.together(lambda duty=duty: duty.act(self._moment(turn)))  # type: ignore[misc]
+        wishes = self._moment(turn).wishes
         if any(wish & STOP for wish in wishes):
             raise SystemExit(0)
         if any(wish & CHANGE for wish in wishes):
             self._crew.move()
 
-    def heard(self, turn: Turn) -> tuple[int, ...]:
-        """What every worker wished with the step just committed; nothing where they have changed since."""
-        return self.engine.heard if turn.generation == self._crew.generation else ()
+    def _moment(self, turn: Turn) -> Moment:
+        step = turn.step
+        assert step is not None
+        wishes = self.engine.heard if turn.generation == self._crew.generation else ()
+        return Moment(self.step, step.epoch, step.ends_epoch, wishes)
 
     def exhausted(self) -> None:
         self._crew.together(self._exchange)
+        for duty in self.duties:
+            self._crew.together(lambda duty=duty: duty.end(self.step))  # type: ignore[misc]
 
     def broken_off(self) -> None:
         if self.turn is not None and self.turn.turns > 1 and not self.turn.committed:
@@ -282,6 +295,7 @@ class Loop:
             "position": self.position,
             "in_loop": turn is not None,
             "calls": turn.calls if turn is not None and turn.committed else -1,
+            "data": self._data,
         }
 
     def restore(self, state: Mapping[str, Any], *, joins: bool) -> None:
@@ -290,6 +304,7 @@ class Loop:
         self.samples = state["samples"]
         if self.turn is None:
             self._joins = state["in_loop"] and joins
+            self._resumed_data = state["data"] if state["in_loop"] else None
         else:
             self.turn.committed, self.turn.skips, self.turn.calls = True, state["calls"], 0
 
@@ -301,6 +316,16 @@ class Loop:
                 f"{what} is collective, and a worker passes the loop body once per lane: call it where all workers meet, once per "
                 f"step: `if run.every(100): {line}` after opt.step()."
             )
+
+    def _require_same_data(self, settings: Mapping[str, Any]) -> None:
+        """In a loop that was entered before: on another worker, or before the run was resumed. More epochs may follow."""
+        before, self._resumed_data = self._resumed_data, None
+        for name, value in (before or {}).items():
+            if name != "epochs" and settings.get(name) != value:
+                raise UsageError(
+                    f"the run is in the middle of a loop over run.shard with {name}={value!r}, and this script has "
+                    f"{name}={settings.get(name)!r}: other samples would be left. Pass the same data and arguments."
+                )
 
     def _require_unchanged(self) -> None:
         self.gates.require_sense()

@@ -5,20 +5,25 @@ Loop (the user's turns)  Gates (optimizers)  LaneEngine (gradients)  Crew (worke
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import Any, Literal
 
 from torch import nn
 
 from lockstep.agreement import Agreement
+from lockstep.checkpoint.keeping import Keeping
 from lockstep.comm.base import Comm
 from lockstep.data.choose import open_source
 from lockstep.data.shard import Shard
 from lockstep.elastic.crew import Crew
-from lockstep.errors import UsageError
+from lockstep.errors import PeerError, UsageError
 from lockstep.evaluate import Evaluations
 from lockstep.exactness import Determinism
 from lockstep.gates import Gates
+from lockstep.grads.control import STOP
 from lockstep.grads.engine import LaneEngine, Phase
 from lockstep.grads.module import device_of, parameters_of
 from lockstep.holding import Holding
@@ -28,6 +33,8 @@ from lockstep.observe.log import LaneLog, Sink
 from lockstep.plan.lanes import deal
 from lockstep.plan.samples import MODEL, sample_seed
 from lockstep.plan.tree import fold
+from lockstep.sigterm import Sigterm
+from lockstep.verification import Verification
 from lockstep.world import agent_line
 
 
@@ -42,6 +49,10 @@ class Run:
     ``threads``: intra-op threads on the CPU; sums depend on it, so with ``lanes`` given it is 1 unless
     you choose. ``on_log(step, values)`` receives on rank 0 what ``run.log`` averages, every
     ``log_every`` steps. ``comm``, ``bucket_mb``, ``timeout_s``: as in ``replicate``.
+
+    ``checkpoint``: a folder, or any URL that fsspec reaches, where the whole state is saved ``every`` "10min", "500 steps" or
+    "1 epoch", at the end of each loop, and on SIGTERM; the newest ``keep`` stay. If there is a whole one already, the run goes on
+    from it. ``verify_every``: replicas are compared every so many steps, and a parted one is healed; 0: never.
     """
 
     def __init__(
@@ -57,9 +68,14 @@ class Run:
         timeout_s: float = 600.0,
         log_every: int = 10,
         on_log: Sink | None = None,
+        checkpoint: str | os.PathLike[str] | None = None,
+        every: str = "10min",
+        keep: int = 3,
+        verify_every: int = 100,
     ) -> None:
-        _require_sense(model, lanes, seed, threads, bucket_mb, timeout_s, log_every)
+        _require_sense(model, lanes, seed, threads, bucket_mb, timeout_s, log_every, verify_every)
         self.model, self.seed, self.exact = model, seed, exact
+        self._sigterm: Sigterm | None = None
         params = [p for _, p in parameters_of(model, ())]
         self.device = device_of(params)
         self._owns_comm = comm is None or isinstance(comm, str)
@@ -92,14 +108,20 @@ class Run:
             agreement = Agreement(self.comm, self.engine, self.gates, self.device, settings)
             self._loop.bind(self.gates, agreement)
             self._evaluations = Evaluations(model, self.engine, self.lanes, seed)
-            holding = Holding(self.engine, self.gates, self._loop, self._evaluations, agreement)
+            self._holding = Holding(model, self.engine, self.gates, self._loop, self._evaluations, agreement, settings)
+            if verify_every:
+                self._loop.duties.append(Verification(self._holding, self._crew, self.device, verify_every))
+            self._keeping: Keeping | None = None
+            if checkpoint is not None:
+                self._keep(checkpoint, every, keep)
             self.engine.settings, self.engine.on_averaged = self.gates.settings, self._loop.averaged
             self.engine.on_difference = lambda rank: agreement.settings_differ(self.step, rank)
             self.engine.before_leaving = self._loop.write_down
             if self._crew.session is not None:
-                self.engine.on_lost, self.engine.wishes = self._crew.recover, self._crew.wishes
-            self._crew.begin(holding)
-            holding.began = True
+                self.engine.on_lost = self._crew.recover
+            self.engine.wishes = self._wishes
+            self._crew.begin(self._holding)
+            self._holding.began = True
         except BaseException:
             self.close()
             raise
@@ -268,8 +290,60 @@ class Run:
             self._evaluations.kept.append(result)
         return result
 
+    # -- the state ---------------------------------------------------------------------------
+
+    def register(self, name: str, each: Any) -> None:
+        """``each`` (with ``state_dict`` and ``load_state_dict``) belongs to the run's state: saved, resumed, and sent to newcomers.
+
+        Call it right after ``Run(...)``, on every worker. Its state must be plain values and tensors, alike on every worker.
+        """
+        self._loop.require_open()
+        self._holding.register(name, each)
+
+    def save(self) -> None:
+        """Save a checkpoint. Inside the loop, under ``run.every``: at the end of this turn. Outside: at once, and it is on the
+        storage when this returns. All workers must call it.
+        """
+        self._loop.require_open()
+        if self._keeping is None:
+            raise UsageError('run.save() has no place to save to. Name one: lockstep.Run(..., checkpoint="checkpoints").')
+        self._loop.require_collective("run.save()", "run.save()")
+        if self._loop.turn is not None:
+            self._keeping.ask()
+        else:
+            keeping = self._keeping
+            self._crew.together(lambda: keeping.save(self.step))
+
+    def _keep(self, checkpoint: Any, every: str, keep: int) -> None:
+        crew = self._crew
+
+        def published(step: int, where: str) -> None:
+            if crew.session is not None:
+                crew.session.say(type="saved", step=step, where=where)
+
+        keeping = Keeping(checkpoint, every, keep, self._holding, lambda: crew.comm, published)
+        self._keeping = keeping
+        self._holding.resume, self._holding.on_rebind = keeping.resume, keeping.give_up
+        self._loop.duties.append(keeping)
+        if crew.session is None:
+            self._sigterm = Sigterm()
+            self._undo.append(self._sigterm.close)
+
+    def _wishes(self) -> int:
+        stop = STOP if self._sigterm is not None and self._sigterm.came else 0
+        return stop | self._crew.wishes() | (self._keeping.wishes() if self._keeping is not None else 0)
+
     def close(self) -> None:
-        """Unhook the model, give the optimizers their ``step`` back, close the connections. May be called twice."""
+        """Wait for a checkpoint in flight, unhook the model, give the optimizers their ``step`` back, close the connections.
+
+        May be called twice.
+        """
+        keeping = getattr(self, "_keeping", None)
+        if keeping is not None and self._undo:
+            if sys.exc_info()[0] is None and self._holding.began:
+                with suppress(PeerError):  # others are gone: theirs is not written
+                    keeping.settle()
+            keeping.give_up()
         while self._undo:
             self._undo.pop()()
         if self._owns_comm:
@@ -283,7 +357,14 @@ class Run:
 
 
 def _require_sense(
-    model: Any, lanes: int | None, seed: int, threads: int | None, bucket_mb: float, timeout_s: float, log_every: int
+    model: Any,
+    lanes: int | None,
+    seed: int,
+    threads: int | None,
+    bucket_mb: float,
+    timeout_s: float,
+    log_every: int,
+    verify_every: int,
 ) -> None:
     if not isinstance(model, nn.Module):
         raise UsageError(f"Run takes a torch.nn.Module first, not a {type(model).__name__}: lockstep.Run(model, optimizer, ...).")
@@ -293,7 +374,12 @@ def _require_sense(
                 "the model has SyncBatchNorm, which talks to all workers in every forward, and they have different numbers of "
                 "lanes. Use BatchNorm: Run averages its statistics over lanes."
             )
-    for name, value, least in (("lanes", lanes, 1), ("threads", threads, 1), ("log_every", log_every, 1)):
+    for name, value, least in (
+        ("lanes", lanes, 1),
+        ("threads", threads, 1),
+        ("log_every", log_every, 1),
+        ("verify_every", verify_every, 0),
+    ):
         if value is not None and (not isinstance(value, int) or value < least):
             raise UsageError(f"{name}={value!r} is not a number of {least} or more. Pass a whole number.")
     if not isinstance(seed, int):

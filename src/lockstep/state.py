@@ -22,10 +22,20 @@ from lockstep.errors import UsageError
 _PLAIN = (str, int, bool, type(None))
 
 
+Path = tuple[str, ...]
+
+
 def flatten(value: Any, name: str) -> tuple[str, list[Tensor]]:
     """(skeleton, tensors). ``name`` begins the path in error messages."""
-    tensors: list[Tensor] = []
-    return json.dumps(_pack(value, name, tensors)), tensors
+    skeleton, tensors, _ = flatten_named(value, name)
+    return skeleton, tensors
+
+
+def flatten_named(value: Any, name: str) -> tuple[str, list[Tensor], list[Path]]:
+    """(skeleton, tensors, the keys that lead to each)."""
+    found: list[tuple[Path, Tensor]] = []
+    packed = _pack(value, name, (), found)
+    return json.dumps(packed), [tensor for _, tensor in found], [path for path, _ in found]
 
 
 def unflatten(skeleton: str, tensors: Sequence[Tensor]) -> Any:
@@ -51,23 +61,27 @@ def buffer_of(tensor: Tensor) -> Any:
     return memory
 
 
-def _pack(value: Any, path: str, tensors: list[Tensor]) -> Any:
+def _pack(value: Any, name: str, at: Path, found: list[tuple[Path, Tensor]]) -> Any:
     if isinstance(value, Tensor):
-        tensors.append(value)
+        found.append((at, value))
         shown = [str(value.dtype).removeprefix("torch."), list(value.shape), str(value.device)]
-        return {"tensor": [len(tensors) - 1, *shown]}
+        return {"tensor": [len(found) - 1, *shown]}
     if isinstance(value, float):
         return {"float": value.hex()}
     if isinstance(value, _PLAIN) and not type(value).__module__.startswith("numpy"):
         return value
     if isinstance(value, Mapping):
         kind = "counter" if isinstance(value, Counter) else "dict"
-        return {kind: [[_pack(k, f"{path}, a key", tensors), _pack(v, f"{path}[{k!r}]", tensors)] for k, v in value.items()]}
+        return {
+            kind: [
+                [_pack(k, f"{name}, a key", at, found), _pack(v, f"{name}[{k!r}]", (*at, str(k)), found)] for k, v in value.items()
+            ]
+        }
     if isinstance(value, (list, tuple)):
-        packed = [_pack(item, f"{path}[{at}]", tensors) for at, item in enumerate(value)]
+        packed = [_pack(item, f"{name}[{i}]", (*at, str(i)), found) for i, item in enumerate(value)]
         return {"tuple" if isinstance(value, tuple) else "list": packed}
     raise UsageError(
-        f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be sent to another worker or written to a "
+        f"{name} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be sent to another worker or written to a "
         "checkpoint as plain data. Keep tensors and plain values there, or leave this object out of Run."
     )
 

@@ -10,6 +10,7 @@ from pathlib import Path
 SOURCE = Path(__file__).parents[2] / "src" / "lockstep"
 FLOOR = {
     "errors": 0,
+    "duty": 0,
     "world": 1,
     "plan": 1,
     "launch": 2,
@@ -20,20 +21,24 @@ FLOOR = {
     "state": 3,
     "observe": 3,
     "exactness": 3,
+    "checksum": 3,
+    "sigterm": 3,
     "gates": 3,
     "agreement": 4,
     "elastic": 5,
+    "checkpoint": 5,
     "replica": 4,
     "evaluate": 4,
     "ddp": 5,
     "loop": 6,
     "holding": 7,
+    "verification": 7,
     "run": 8,
     "__main__": 9,
     "__init__": 10,
 }
 
-PURE = {"__future__", "array", "collections", "dataclasses", "enum", "hashlib", "json", "math", "typing", "lockstep"}
+PURE = {"__future__", "array", "collections", "dataclasses", "enum", "hashlib", "json", "math", "re", "typing", "lockstep"}
 
 
 def room_of(path: Path) -> str:

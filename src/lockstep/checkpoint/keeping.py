@@ -1,0 +1,84 @@
+"""Keeping: a run's checkpoints from the outside: resumed from at the beginning, saved between steps, and where it is told.
+
+Wires shelf, saver and resume together for ``Run``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from lockstep.checkpoint.place import open_place
+from lockstep.checkpoint.resume import find_and_read
+from lockstep.checkpoint.saver import Saver, Whole
+from lockstep.checkpoint.shelf import Shelf
+from lockstep.comm.base import Comm
+from lockstep.duty import Moment
+from lockstep.errors import UsageError
+from lockstep.observe.notice import tell
+from lockstep.plan.cadence import parse
+
+
+class Held(Whole, Protocol):
+    """Whose state is saved and taken over."""
+
+    def weights(self) -> dict[str, Tensor]: ...
+
+    def restore(self, state: Any, *, resumes: bool = False) -> None: ...
+
+
+class Keeping:
+    """A duty between steps (loop.py). ``published(step, where)`` is called on rank 0."""
+
+    def __init__(
+        self, url: Any, every: str, keep: int, held: Held, comm: Callable[[], Comm], published: Callable[[int, str], None]
+    ) -> None:
+        if not isinstance(keep, int) or keep < 1:
+            raise UsageError(f"keep={keep!r} is no number of checkpoints. Keep 1 or more.")
+        self._held, self._comm = held, comm
+        self.shelf = Shelf(open_place(url), keep)
+        self._saver = Saver(self.shelf, parse(every), held, comm, tell, published)
+        self.wishes, self.give_up = self._saver.wishes, self._saver.give_up
+
+    def resume(self) -> bool:
+        """Collective. Whether there was a checkpoint to resume from."""
+        comm = self._comm()
+        found = find_and_read(self.shelf, comm, self._held.weights(), self._held.settings, tell)
+        if found is None:
+            return False
+        manifest, state = found
+        self._held.restore(state, resumes=True)
+        self._saver.last_step = manifest.step
+        if comm.rank == 0:
+            tell(
+                f"resumed at step {manifest.step} from {self.shelf.place.url} (saved {manifest.made} by {manifest.workers} "
+                f"worker{'s' if manifest.workers > 1 else ''}; {comm.size} now)."
+            )
+        return True
+
+    def look(self, now: Moment) -> bool:
+        self._saver.prepare()
+        return self._saver.is_due(now)
+
+    def act(self, now: Moment) -> None:
+        self._saver.act(now)
+
+    def end(self, step: int) -> None:
+        """The end of a loop is worth keeping: a resumed run passes it at once."""
+        if self._saver.last_step != step:
+            self._saver.begin(step)
+        self._saver.settle()
+
+    def ask(self) -> None:
+        """One at the end of this turn."""
+        self._saver.asked = True
+
+    def save(self, step: int) -> None:
+        """One now. Collective."""
+        self._saver.save(step)
+
+    def settle(self) -> None:
+        """Collective."""
+        self._saver.settle()

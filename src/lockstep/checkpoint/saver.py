@@ -1,0 +1,225 @@
+"""Saver: the checkpoints of one run, as one worker sees them: when one is due, its part, and when all parts are there.
+
+Workers agree by what they hear with every step (grads/control.py): nobody waits for a slow disk.
+
+    due -> snapshot (all wait for the copy) -> each writes its part behind the training -> every WROTE was heard
+        -> parts are gathered -> rank 0 publishes behind the training
+
+One is in flight at most: where the next is due before, training waits. A change of workers gives it up, and a new one is due.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from lockstep.checkpoint.layout import Layout, lay_out_state
+from lockstep.checkpoint.manifest import File, Manifest, Stored
+from lockstep.checkpoint.shelf import Shelf, new_folder
+from lockstep.checkpoint.snapshot import Snapshot
+from lockstep.checkpoint.writing import Behind, Writing
+from lockstep.comm.base import Comm
+from lockstep.comm.exchange import gather_bytes
+from lockstep.duty import Moment
+from lockstep.errors import LockstepError
+from lockstep.grads.control import SAVE, STOP, WROTE
+from lockstep.plan.cadence import Cadence
+
+_LOOK_S = 1.0
+"""A worker that is through looks so often whether the others are: a long write must not look like a hang."""
+
+
+class NotSaved(LockstepError, OSError):
+    """A checkpoint that was asked for is not there. The message says why."""
+
+
+class Whole(Protocol):
+    """Whose state is saved."""
+
+    settings: dict[str, Any]
+
+    def capture(self) -> dict[str, Any]: ...
+
+    def persistent(self) -> set[str]:
+        """Names of the buffers in the model's state dict."""
+
+    def aliases(self) -> dict[str, str]:
+        """Names in the model's state dict that are another name's tensor."""
+
+
+class Saver:
+    """``comm()``: of the current generation. ``tell`` and, by another thread, ``published`` are called on rank 0."""
+
+    def __init__(
+        self,
+        shelf: Shelf,
+        cadence: Cadence,
+        whole: Whole,
+        comm: Callable[[], Comm],
+        tell: Callable[[str], None],
+        published: Callable[[int, str], None],
+    ) -> None:
+        self._shelf, self._cadence, self._whole, self._comm = shelf, cadence, whole, comm
+        self._tell, self._published = tell, published
+        self._snapshot = Snapshot()
+        self._writing: Writing | None = None
+        self._publishing: Behind | None = None
+        self._preparing: Behind | None = None
+        self._folder, self._step = "", -1
+        self._layout: Layout | None = None
+        self._began_at = time.monotonic()
+        self._failed = ""
+        self._owed = False
+        self.last_step = -1
+        """Of the newest checkpoint that was begun (or resumed from) and not given up."""
+        self.asked = False
+        """The user asked for one, at the end of this turn."""
+
+    # -- what the others hear ----------------------------------------------------------------
+
+    def wishes(self) -> int:
+        late = self._owed or (self._comm().rank == 0 and self._cadence.is_late(time.monotonic() - self._began_at))
+        return (SAVE if late and self._writing is None else 0) | (
+            WROTE if self._writing is not None and self._writing.is_over else 0
+        )
+
+    # -- between two steps ---------------------------------------------------------------------
+
+    def is_due(self, now: Moment) -> bool:
+        """Whether there is something to do together; the same on every worker."""
+        return self._all_wrote(now) or self._wants_save(now) or self._must_stop(now)
+
+    def act(self, now: Moment) -> None:
+        """Collective."""
+        if self._all_wrote(now):
+            self._conclude()
+        if self._wants_save(now):
+            self.begin(now.step)
+        if self._must_stop(now):
+            self.settle()
+
+    def _all_wrote(self, now: Moment) -> bool:
+        return self._writing is not None and bool(now.wishes) and all(wish & WROTE for wish in now.wishes)
+
+    def _must_stop(self, now: Moment) -> bool:
+        return any(wish & STOP for wish in now.wishes)
+
+    def _wants_save(self, now: Moment) -> bool:
+        if self.asked or self._cadence.is_due(now.step, now.epoch, ends_epoch=now.ends_epoch):
+            return True
+        return self.last_step != now.step and any(wish & (SAVE | STOP) for wish in now.wishes)
+
+    def prepare(self) -> None:
+        """After the first step, when the state has its size: mistakes are told now, and memory is got behind the training."""
+        if self._preparing is None:
+            comm = self._comm()
+            layout = lay_out_state(self._whole.capture(), self._whole.persistent(), comm.size)
+            pinned = any(tensor.is_cuda for tensor in layout.tensors)
+            nbytes = int(layout.bytes_of(comm.rank) * 1.01) + (1 << 16)
+            self._preparing = Behind(lambda: self._snapshot.prepare(nbytes, pinned), "prepare")
+
+    # -- one checkpoint ------------------------------------------------------------------------
+
+    def begin(self, step: int) -> None:
+        """Copy this worker's part of the state, and start writing. Collective."""
+        self.settle()
+        if self._preparing is not None:
+            self._preparing.wait()
+        comm = self._comm()
+        mine = new_folder(step).encode() if comm.rank == 0 else b""
+        folder = gather_bytes(comm, mine, f"the name of the checkpoint of step {step}")[0].decode()
+        layout = lay_out_state(self._whole.capture(), self._whole.persistent(), comm.size)
+        metadata = {"format": "pt", "step": str(step)}
+        self._snapshot.take(layout.tensors, layout.names, [(file, ns, metadata) for file, ns in layout.parts[comm.rank]])
+        index = layout.index() if comm.rank == 0 else None
+        self._folder, self._step, self._layout, self._failed = folder, step, layout, ""
+        self._writing = Writing(self._shelf.place, folder, self._snapshot, index)
+        self._began_at = time.monotonic()
+        self.last_step, self.asked, self._owed = step, False, False
+
+    def settle(self) -> None:
+        """Wait until nothing is in flight any more. Collective."""
+        writing = self._writing
+        if writing is not None:
+            while not self._everywhere(writing.wait(_LOOK_S)):
+                pass
+            self._conclude()
+        publishing = self._publishing
+        while not self._everywhere(publishing is None or publishing.wait(_LOOK_S)):
+            pass
+
+    def save(self, step: int) -> None:
+        """One checkpoint, on the storage when this returns; ``NotSaved`` where it is not. Collective."""
+        self.begin(step)
+        self.settle()
+        error = gather_bytes(self._comm(), self._failed.encode(), "whether the checkpoint is there")[0].decode()
+        if error:
+            raise NotSaved(error)
+
+    def give_up(self) -> None:
+        """Workers have changed: nobody will publish what is being written, and another one is due."""
+        if self._writing is not None:
+            self._writing.give_up()
+            self._writing, self.last_step, self._owed = None, -1, True
+
+    def _conclude(self) -> None:
+        """All parts are written, or have failed: rank 0 publishes. Collective."""
+        writing, comm = self._writing, self._comm()
+        if writing is None:
+            return
+        parts = [json.loads(text) for text in gather_bytes(comm, json.dumps(writing.part()).encode(), "what each has written")]
+        self._writing = None
+        failures = [f"rank {rank}: {part['error']}" for rank, part in enumerate(parts) if part["error"]]
+        if failures:
+            self.last_step = -1
+            self._fail(failures[0])
+            if comm.rank == 0:
+                self._publishing = Behind(lambda: self._shelf.place.remove(self._folder), "remove")
+            return
+        if comm.rank == 0:
+            manifest = self._manifest(parts)
+            self._publishing = Behind(lambda: self._publish(manifest, self._folder), "publish")
+
+    def _publish(self, manifest: Manifest, folder: str) -> None:
+        try:
+            self._shelf.place.publish(folder, manifest.to_json())
+        except Exception as error:  # noqa: BLE001 - whatever storage raises
+            self._fail(f"rank 0: {type(error).__name__}: {error}")
+            return
+        self._published(manifest.step, f"{self._shelf.place.url}/{folder}")
+        try:
+            self._shelf.tidy(folder)
+        except Exception as error:  # noqa: BLE001
+            self._tell(f"older checkpoints in {self._shelf.place.url} could not be removed ({error}); they are tried again later.")
+
+    def _fail(self, why: str) -> None:
+        place = self._shelf.place.url
+        self._failed = f"the checkpoint of step {self._step} in {place} was not written: {why}"
+        if self._comm().rank == 0:
+            self._tell(f"{self._failed}. Training goes on; the checkpoint before it is as it was.")
+
+    def _manifest(self, parts: list[dict[str, Any]]) -> Manifest:
+        layout = self._layout
+        assert layout is not None
+        stored = {int(number): entry for part in parts for number, entry in part["tensors"].items()}
+        return Manifest(
+            step=self._step,
+            made=time.strftime("%Y-%m-%d %H:%M:%S %z"),
+            workers=len(parts),
+            torch=torch.__version__,
+            settings=self._whole.settings,
+            skeleton=layout.skeleton,
+            model=layout.model,
+            aliases=self._whole.aliases(),
+            files={name: File(**entry) for part in parts for name, entry in part["files"].items()},
+            tensors=tuple(
+                Stored(**{**stored[number], "shape": tuple(stored[number]["shape"])}) for number in range(len(layout.names))
+            ),
+        )
+
+    def _everywhere(self, flag: bool) -> bool:
+        return all(text == b"1" for text in gather_bytes(self._comm(), b"1" if flag else b"0", "whether all have written"))

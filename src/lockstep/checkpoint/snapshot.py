@@ -1,0 +1,100 @@
+"""Snapshot: one worker's part of the state, copied to host memory in the layout of its files. All that training waits for."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lockstep.checkpoint.tensorfile import Entry, header, lay_out
+
+PAGE = 4096
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """One file to be written: its name, its header, its tensors, and where its data lies in the snapshot's memory."""
+
+    file: str
+    head: bytes
+    entries: tuple[Entry, ...]
+    numbers: tuple[int, ...]
+    """Of the tensors, in the whole state."""
+    begin: int
+
+    @property
+    def bytes(self) -> int:
+        return max((entry.end for entry in self.entries), default=0)
+
+    @property
+    def head_sha256(self) -> str:
+        return hashlib.sha256(self.head).hexdigest()
+
+
+class Snapshot:
+    """Memory that is kept from one checkpoint to the next: after the first one copying is all that it costs."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self.sheets: tuple[Sheet, ...] = ()
+
+    def prepare(self, nbytes: int, pinned: bool) -> None:
+        """Get so much memory, and touch it: a page's first touch costs more than the copy into it."""
+        if self._memory.numel() >= nbytes and self._memory.is_pinned() == pinned:
+            return
+        self._memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
+        self._memory[::PAGE] = 0
+
+    def take(
+        self, tensors: Sequence[Tensor], names: Sequence[str], files: Sequence[tuple[str, Sequence[int], Mapping[str, str]]]
+    ) -> None:
+        """``files``: name, the numbers of its tensors, metadata. Returns when all are copied."""
+        sheets, begin = [], 0
+        for file, numbers, metadata in files:
+            sheet = sheet_of(file, numbers, names, tensors, metadata, begin)
+            sheets.append(sheet)
+            begin += -(-sheet.bytes // PAGE) * PAGE
+        pinned = any(tensors[number].is_cuda for _, numbers, _ in files for number in numbers)
+        self.prepare(begin, pinned)
+        self.sheets = tuple(sheets)
+        here, there = [], []
+        for sheet in sheets:
+            for number, entry in zip(sheet.numbers, sheet.entries, strict=True):
+                here.append(self._typed(sheet, entry, tensors[number]))
+                there.append(tensors[number].detach())
+        if here:
+            with torch.no_grad():
+                torch._foreach_copy_(here, there, non_blocking=pinned)
+        if pinned:
+            torch.cuda.synchronize()
+
+    def data(self, sheet: Sheet) -> memoryview:
+        """A file's data, without its header."""
+        return memory_of(self._memory[sheet.begin : sheet.begin + sheet.bytes])
+
+    def tensor(self, sheet: Sheet, entry: Entry) -> Tensor:
+        """One tensor's bytes."""
+        return self._memory[sheet.begin + entry.begin : sheet.begin + entry.end]
+
+    def _typed(self, sheet: Sheet, entry: Entry, like: Tensor) -> Tensor:
+        return self.tensor(sheet, entry).view(like.dtype).view(like.shape)
+
+
+def sheet_of(
+    file: str, numbers: Sequence[int], names: Sequence[str], tensors: Sequence[Tensor], metadata: Mapping[str, str], begin: int
+) -> Sheet:
+    entries = lay_out([(names[n], str(tensors[n].dtype).removeprefix("torch."), tuple(tensors[n].shape)) for n in numbers])
+    in_order = sorted(zip(entries, numbers, strict=True), key=lambda pair: pair[0].begin)
+    placed = tuple(entry for entry, _ in in_order)
+    return Sheet(file, header(placed, metadata), placed, tuple(number for _, number in in_order), begin)
+
+
+def memory_of(flat: Tensor) -> memoryview:
+    """A flat uint8 tensor's memory. It must outlive the view."""
+    if flat.numel() == 0:
+        return memoryview(b"")
+    return memoryview((ctypes.c_char * flat.numel()).from_address(flat.data_ptr())).cast("B")

@@ -1,0 +1,90 @@
+"""Writing: one worker's part of a checkpoint on its way to the storage, behind the training. Tells what it wrote, or why not."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from lockstep.checkpoint.layout import index_file
+from lockstep.checkpoint.manifest import INDEX, File, Stored
+from lockstep.checkpoint.place import Place, Stopped, in_pieces
+from lockstep.checkpoint.snapshot import Sheet, Snapshot
+from lockstep.checksum import checksum
+
+PIECE_BYTES = 8 << 20
+
+
+class Behind:
+    """Something done by a thread of its own. ``error`` is what went wrong, in words; empty: nothing."""
+
+    def __init__(self, act: Callable[[], None], what: str) -> None:
+        self.error = ""
+        self._act = act
+        self._over = threading.Event()
+        threading.Thread(target=self._run, name=f"lockstep-{what}", daemon=True).start()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Whether it is over."""
+        return self._over.wait(timeout_s)
+
+    def _run(self) -> None:
+        try:
+            self._act()
+        except Stopped:
+            self.error = "it was given up"
+        except Exception as error:  # noqa: BLE001 - storage raises what it likes; training goes on, and the error is told
+            self.error = f"{type(error).__name__}: {error}"
+        finally:
+            self._over.set()
+
+
+class Writing:
+    """``part`` holds, once ``is_over``, what a manifest must know of it, as JSON; or why it failed."""
+
+    def __init__(self, place: Place, folder: str, snapshot: Snapshot, index: bytes | None) -> None:
+        self._place, self._folder, self._snapshot, self._index = place, folder, snapshot, index
+        self._files: dict[str, File] = {}
+        self._stored: dict[int, Stored] = {}
+        self._given_up = threading.Event()
+        self._behind = Behind(self._write, "write")
+
+    @property
+    def is_over(self) -> bool:
+        return self._behind.wait(0)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        return self._behind.wait(timeout_s)
+
+    def give_up(self) -> None:
+        """Blocks until the snapshot's memory is free again."""
+        self._given_up.set()
+        self._behind.wait()
+
+    def part(self) -> dict[str, Any]:
+        return {
+            "error": self._behind.error,
+            "files": {name: asdict(file) for name, file in self._files.items()},
+            "tensors": {str(number): asdict(stored) for number, stored in self._stored.items()},
+        }
+
+    def _write(self) -> None:
+        self._place.make(self._folder)
+        for sheet in self._snapshot.sheets:
+            self._write_sheet(sheet)
+        if self._index is not None:
+            self._place.write(self._folder, INDEX, [self._index])
+            self._files |= index_file(self._index)
+
+    def _write_sheet(self, sheet: Sheet) -> None:
+        for number, entry in zip(sheet.numbers, sheet.entries, strict=True):
+            if self._given_up.is_set():
+                raise Stopped
+            total = checksum(self._snapshot.tensor(sheet, entry))
+            begin = len(sheet.head) + entry.begin
+            self._stored[number] = Stored(entry.name, sheet.file, entry.dtype, entry.shape, begin, total)
+        pieces = in_pieces(self._snapshot.data(sheet), PIECE_BYTES, self._given_up.is_set)
+        self._place.write(self._folder, sheet.file, itertools.chain([sheet.head], pieces))
+        self._files[sheet.file] = File(len(sheet.head) + sheet.bytes, len(sheet.head), sheet.head_sha256)

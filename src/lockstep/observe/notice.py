@@ -1,0 +1,9 @@
+"""One line to the user, from a worker."""
+
+from __future__ import annotations
+
+import sys
+
+
+def tell(line: str) -> None:
+    print(f"lockstep: {line}", file=sys.stderr, flush=True)

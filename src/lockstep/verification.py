@@ -1,0 +1,93 @@
+"""Verification: whether all replicas still hold the same bits. A difference is named, the minority healed from the majority.
+
+Memory and processors change bits, rarely and silently; a replica that has parted goes on parting. Every worker sums its
+parameters, buffers and optimizer state (checksum.py), and sixteen bytes of each are compared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+
+from lockstep.checksum import checksums
+from lockstep.comm.base import Comm
+from lockstep.comm.exchange import gather_bytes
+from lockstep.duty import Moment
+from lockstep.elastic.crew import Crew
+from lockstep.elastic.transfer import carry
+from lockstep.errors import CorruptionError
+from lockstep.observe.notice import tell
+from lockstep.state import flatten_named
+
+
+class Held(Protocol):
+    """What is compared, and how one worker takes over from another."""
+
+    def replicated(self) -> dict[str, Any]: ...
+
+    def capture(self) -> dict[str, Any]: ...
+
+    def restore(self, state: Mapping[str, Any]) -> None: ...
+
+
+class Verification:
+    """A duty between steps (loop.py): every ``every`` steps."""
+
+    def __init__(self, held: Held, crew: Crew, device: torch.device, every: int) -> None:
+        self._held, self._crew, self._device, self._every = held, crew, device, every
+
+    def look(self, now: Moment) -> bool:
+        return now.step % self._every == 0 and self._crew.comm.size > 1
+
+    def act(self, now: Moment) -> None:
+        self.compare(self._crew.comm, now.step)
+
+    def end(self, step: int) -> None:
+        pass
+
+    def compare(self, comm: Comm, step: int) -> None:
+        """Collective. ``CorruptionError`` where no majority agrees."""
+        rows = self._rows()
+        mine = hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:32]
+        prints = [text.decode() for text in gather_bytes(comm, mine.encode(), "the sum of each replica")]
+        if len(set(prints)) == 1:
+            return
+        everyone = [json.loads(text) for text in gather_bytes(comm, json.dumps(rows).encode(), "the sums of each replica")]
+        (common, count), *_ = Counter(prints).most_common()
+        good = prints.index(common)
+        parted = [rank for rank, each in enumerate(prints) if each != common]
+        if 2 * count <= comm.size:
+            shown = ", ".join(f"rank {rank} has {each}" for rank, each in enumerate(prints))
+            raise CorruptionError(
+                f"replicas differ after step {step}, first in {first_difference(everyone[good], everyone[parted[0]])}, and no "
+                f"majority agrees on which is right: {shown}. A bit has changed in some worker's memory, or something outside "
+                "the step writes to the model on some workers only. Go back to a checkpoint from before."
+            )
+        found = carry(comm, self._held.capture, good, parted, self._device)
+        if found is not None:
+            self._held.restore(found)
+        if comm.rank == 0:
+            for rank in parted:
+                where = first_difference(everyone[good], everyone[rank])
+                tell(
+                    f"the replica of rank {rank} differed after step {step}, first in {where} (sum {prints[rank]}; {count} others "
+                    f"have {common}). It was healed from rank {good}. If this happens again, look at that machine's memory."
+                )
+
+    def _rows(self) -> list[list[str]]:
+        skeleton, tensors, paths = flatten_named(self._held.replicated(), "what replicas hold")
+        plain = hashlib.sha256(skeleton.encode()).hexdigest()[:32]
+        names = [".".join(path) for path in paths]
+        return [*([name, total] for name, total in zip(names, checksums(tensors), strict=True)), ["plain values", plain]]
+
+
+def first_difference(mine: list[list[str]], theirs: list[list[str]]) -> str:
+    for one, other in zip(mine, theirs, strict=False):
+        if one != other:
+            return one[0]
+    return "what it holds"

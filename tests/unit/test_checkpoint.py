@@ -1,0 +1,307 @@
+"""A run's checkpoints in one process: what they hold, when they are made, what they refuse, and the bits of resumed runs."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import lockstep
+from lockstep.checkpoint.manifest import NAME, Manifest
+from lockstep.checkpoint.place import open_place
+from lockstep.checkpoint.shelf import Shelf
+from lockstep.errors import UsageError
+from lockstep.state import digest, flatten
+from tests.models import build
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def data(samples: int = 40) -> TensorDataset:
+    generator = torch.Generator().manual_seed(5)
+    return TensorDataset(torch.randn(samples, 12, generator=generator), torch.randint(0, 4, (samples,), generator=generator))
+
+
+class Ema:
+    """Something of the user's own."""
+
+    def __init__(self) -> None:
+        self.seen, self.mean = 0, torch.zeros(3)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen, "mean": self.mean}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen, self.mean = state["seen"], state["mean"].clone()
+
+
+def train(
+    place: Path | str | None, stop_at: int | None = None, model: nn.Module | None = None, *, every: str = "3 steps", **options: Any
+) -> str:
+    """Loops of 2 x 5 and 5 steps, each with an evaluation; returns a digest of everything at the end, or '' where it stopped."""
+    torch.manual_seed(1)
+    model = model or build("mlp")
+    opt = torch.optim.AdamW(model.parameters(), lr=0.01)
+    sched = torch.optim.lr_scheduler.CosineAnnealingLR(opt, 20)
+    ema = Ema()
+    seen: list[float] = []
+    with lockstep.Run(model, opt, sched, lanes=4, checkpoint=place, every=every, **options) as run:
+        run.register("ema", ema)
+        for loop in range(2):
+            for x, y in run.shard(data(), global_batch=8, shuffle=True, epochs=2 - loop):
+                x = x + torch.rand(()) * 0.1
+                F.cross_entropy(model(x), y).backward()
+                opt.step()
+                sched.step()
+                opt.zero_grad()
+                if run.committed:
+                    ema.seen += 1
+                    ema.mean = ema.mean * 0.9 + next(model.parameters()).detach().flatten()[:3]
+                if run.committed and run.step == stop_at:
+                    return ""
+            seen.append(
+                run.evaluate(lambda b: {"loss": F.cross_entropy(model(b[0]), b[1]) * len(b[0])}, data(), global_batch=8)["loss"]
+            )
+        state = {"model": model.state_dict(), "opt": opt.state_dict(), "sched": sched.state_dict(), "ema": ema.state_dict()}
+        return f"{run.step} {[float(s) for s in seen]} {digest(*flatten(state, 'state')).hex()}"
+
+
+@pytest.mark.parametrize("stop_at", [1, 3, 4, 7, 10, 12, 15])
+def test_a_resumed_run_has_the_bits_of_one_that_was_never_interrupted(
+    stop_at: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    undisturbed = train(None)
+    assert train(tmp_path, stop_at) == ""
+    assert train(tmp_path) == undisturbed
+    said = capsys.readouterr().err
+    last = max((step for step in (3, 6, 9, 10, 12) if step < stop_at), default=0)  # it is saved when a turn has ended
+    assert (f"lockstep: resumed at step {last} from {tmp_path}" in said) == (last > 0)
+    assert train(tmp_path) == undisturbed  # it was over: its loops are passed at once
+
+
+def test_checkpoints_are_made_when_due_and_old_ones_go(tmp_path: Path) -> None:
+    train(tmp_path, keep=2)
+    assert [slot.step for slot in Shelf(open_place(tmp_path)).whole()] == [15, 12]
+    (tmp_path / "step-000000099-0123456789abcdef").mkdir()  # half-written
+    (tmp_path / "mine").mkdir()
+    assert train(tmp_path, every="1 epoch", keep=1).startswith("15 ")
+    assert {path.name[:14] for path in tmp_path.iterdir()} >= {"step-000000015", "mine"}
+
+
+def test_epochs_seconds_and_wishes_of_the_user(tmp_path: Path) -> None:
+    for every, expected in (("1 epoch", [15, 10, 5]), ("1h", [15, 10])):
+        train(tmp_path / every, every=every)
+        assert [slot.step for slot in Shelf(open_place(tmp_path / every)).whole()] == expected
+    train(tmp_path / "now", every="0.000001 s")  # one after the other, as fast as they are written
+    assert len(Shelf(open_place(tmp_path / "now")).whole()) == 3
+    model = build("mlp")
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    with lockstep.Run(model, opt, lanes=2, checkpoint=tmp_path / "own", every="1h") as run:
+        run.save()
+        for x, y in run.shard(data(), global_batch=8):
+            if run.step == 0:
+                with pytest.raises(UsageError, match=r"if run.every\(100\): run.save\(\)"):
+                    run.save()
+            F.cross_entropy(model(x), y).backward()
+            opt.step()
+            opt.zero_grad()
+            if run.every(2):
+                run.save()
+    assert [slot.step for slot in Shelf(open_place(tmp_path / "own")).whole()] == [5, 4, 2]
+
+
+def newest(place: Path) -> Path:
+    shelf = Shelf(open_place(place))
+    return place / shelf.whole()[0].folder
+
+
+def test_weights_are_found_by_any_reader_of_safetensors(tmp_path: Path) -> None:
+    model = build("cnn")
+    opt = torch.optim.Adam(model.parameters())
+    with lockstep.Run(model, opt, lanes=1, checkpoint=tmp_path) as run:
+        run.save()
+    folder = newest(tmp_path)
+    loaded = load_file(folder / "model-00001-of-00001.safetensors")
+    assert set(loaded) == set(model.state_dict())
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(loaded[name], tensor)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"]) == set(loaded)
+
+
+class Odd(nn.Module):
+    """Tied weights, a buffer that is not saved, every dtype, and tensors of no size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(12, 12)
+        self.two = nn.Linear(12, 4)
+        self.tied = self.one
+        self.register_buffer("cache", torch.arange(3.0), persistent=False)
+        self.register_buffer("count", torch.tensor(7))
+        self.register_buffer("nothing", torch.zeros(0, 4))
+        for dtype in (torch.bool, torch.int8, torch.bfloat16, torch.complex128, torch.float8_e4m3fn, torch.uint16):
+            self.register_buffer(f"of_{str(dtype).removeprefix('torch.')}", torch.ones(5).to(dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(self.tied(self.one(x)))
+
+
+def test_tied_weights_and_every_dtype(tmp_path: Path) -> None:
+    def run_once() -> tuple[str, dict[str, Tensor]]:
+        torch.manual_seed(0)
+        model = Odd()
+        opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        with lockstep.Run(model, opt, lanes=1, checkpoint=tmp_path) as run:
+            for x, y in run.shard(data(), global_batch=8):
+                F.cross_entropy(model(x), y).backward()
+                opt.step()
+                opt.zero_grad()
+        return digest(*flatten({"m": model.state_dict(), "o": opt.state_dict()}, "x")).hex(), model.state_dict()
+
+    first, state = run_once()
+    again, _ = run_once()
+    assert first == again
+    with safe_open(newest(tmp_path) / "model-00001-of-00001.safetensors", "pt") as file:
+        assert set(file.keys()) == {name for name in state if not name.startswith("tied.")}
+        assert torch.equal(file.get_tensor("one.weight"), state["one.weight"])
+    manifest = Manifest.parse((newest(tmp_path) / NAME).read_bytes())
+    assert manifest.aliases == {"tied.weight": "one.weight", "tied.bias": "one.bias"}
+
+
+def test_a_checkpoint_of_another_model_or_run_is_refused(tmp_path: Path) -> None:
+    train(tmp_path, 4)
+    narrow = nn.Sequential(nn.Linear(12, 5), nn.Linear(5, 4))
+    with pytest.raises(UsageError, match=r"is of another model: it has no 0\.weight"):
+        train(tmp_path, model=narrow)
+    model = build("mlp")
+    opt = torch.optim.AdamW(model.parameters())
+    sched = torch.optim.lr_scheduler.CosineAnnealingLR(opt, 20)
+    with pytest.raises(UsageError, match="was made with lanes=4, this run has lanes=2"):
+        lockstep.Run(model, opt, sched, lanes=2, checkpoint=tmp_path)
+    with pytest.raises(UsageError, match="Run with AdamW, CosineAnnealingLR; this one has AdamW"):
+        lockstep.Run(model, opt, lanes=4, checkpoint=tmp_path)
+    with lockstep.Run(model, opt, sched, lanes=4, checkpoint=tmp_path) as run:
+        with pytest.raises(UsageError, match="global_batch=8, and this script has global_batch=16"):
+            next(iter(run.shard(data(), global_batch=16, shuffle=True)))
+
+
+def test_a_parameter_of_another_shape_is_named(tmp_path: Path) -> None:
+    for width in (6, 7):
+        model = nn.Sequential(nn.Linear(12, width))
+        opt = torch.optim.SGD(model.parameters(), lr=0.1)
+        if width == 6:
+            with lockstep.Run(model, opt, lanes=1, checkpoint=tmp_path) as run:
+                run.save()
+        else:
+            with pytest.raises(UsageError, match=r"its 0.weight has shape \[6, 12\] and dtype float32, this one's \[7, 12\]"):
+                lockstep.Run(model, opt, lanes=1, checkpoint=tmp_path)
+
+
+class Strange(torch.optim.SGD):
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "friend": {"deep": [object()]}}
+
+
+def test_a_state_that_is_no_plain_data_is_named_after_the_first_step(tmp_path: Path) -> None:
+    model = build("mlp")
+    opt = Strange(model.parameters(), lr=0.1)
+    run = lockstep.Run(model, opt, lanes=1, checkpoint=tmp_path, every="1h")
+    with pytest.raises(UsageError, match=r"\['friend'\]\['deep'\]\[0\] is a builtins.object"):
+        for x, y in run.shard(data(), global_batch=8):
+            F.cross_entropy(model(x), y).backward()
+            opt.step()
+    run.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"every": "often"}, 'Write "10min"'),
+        ({"every": "0 steps"}, "no rhythm"),
+        ({"every": "1.5 epochs"}, "whole number of epochs"),
+        ({"keep": 0}, "Keep 1 or more"),
+        ({"checkpoint": ""}, "is no place"),
+        ({"checkpoint": "nosuch://bucket"}, "cannot be reached"),
+        ({"verify_every": -1}, "verify_every=-1"),
+    ],
+)
+def test_wrong_arguments_get_a_sentence(options: dict[str, Any], says: str, tmp_path: Path) -> None:
+    model = build("mlp")
+    with pytest.raises(UsageError, match=says):
+        lockstep.Run(model, torch.optim.SGD(model.parameters(), lr=0.1), lanes=1, **{"checkpoint": tmp_path, **options})
+
+
+def test_registering_wrong_things_gets_a_sentence(tmp_path: Path) -> None:
+    model = build("mlp")
+    with lockstep.Run(model, torch.optim.SGD(model.parameters(), lr=0.1), lanes=1) as run:
+        run.register("ema", Ema())
+        with pytest.raises(UsageError, match="called twice"):
+            run.register("ema", Ema())
+        with pytest.raises(UsageError, match=r"has no state_dict\(\)"):
+            run.register("list", [])
+        with pytest.raises(UsageError, match="no place to save to"):
+            run.save()
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(UsageError, match="is a file"):
+        lockstep.Run(model, torch.optim.SGD(model.parameters(), lr=0.1), lanes=1, checkpoint=file)
+
+
+def test_an_object_store_by_url(capsys: pytest.CaptureFixture[str]) -> None:
+    url = f"memory://bucket/{os.getpid()}"
+    undisturbed = train(None)
+    assert train(url, 7) == ""
+    assert train(url) == undisturbed
+    assert f"resumed at step 6 from {url}" in capsys.readouterr().err
+    assert [slot.step for slot in Shelf(open_place(url)).whole()] == [15, 12, 10]
+
+
+def test_a_full_disk_does_not_stop_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    undisturbed = train(None)
+    train(tmp_path, 4)
+    from lockstep.checkpoint import place
+
+    def full(self: place.Folder, folder: str, file: str, pieces: Any) -> None:
+        raise OSError(28, "No space left on device", file)
+
+    monkeypatch.setattr(place.Folder, "write", full)
+    assert train(tmp_path) == undisturbed
+    said = capsys.readouterr().err
+    assert "the checkpoint of step 6" in said
+    assert "No space left on device" in said
+    assert [slot.step for slot in Shelf(open_place(tmp_path)).whole()] == [3]
+    assert len(list(tmp_path.iterdir())) == 1  # what was half-written is gone
+    monkeypatch.undo()
+    assert train(tmp_path) == undisturbed
+
+
+def test_a_save_by_hand_that_fails_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lockstep.checkpoint import place
+
+    def refused(self: place.Folder, folder: str, manifest: bytes) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    model = build("mlp")
+    with lockstep.Run(model, torch.optim.SGD(model.parameters(), lr=0.1), lanes=1, checkpoint=tmp_path) as run:
+        monkeypatch.setattr(place.Folder, "publish", refused)
+        with pytest.raises(OSError, match="was not written: rank 0: PermissionError"):
+            run.save()
