@@ -1,14 +1,21 @@
-"""From kill -9 of one worker to the survivors' next committed step, and to its replacement's first: `lockstep run` and torchrun.
+"""From kill -9 of one worker to the survivors' next committed step and its replacement's first: `lockstep run`, torchrun, torchft.
 
     python -m benchmarks.recovery [--workers 2 4] [--kills 20]
 
 A step takes 20 ms (it sleeps). Workers write a line for every commit; the clock is the machine's. torchrun restarts
 everybody, each from a checkpoint of the last step (written every step, which is not counted); 5 kills of it.
+
+torchft is measured where it is installed. It has no supervisor: this starts a lighthouse and the replicas, and a new process,
+which imports torch first, right after each kill. Its heartbeats are every 5 ms with 50 ms of patience and a quorum is looked for
+every 5 ms, the shortest that were tried: survivors wait for the dead one's heartbeat to lapse, and with its defaults (100 ms,
+5 s, 100 ms) for the replacement. 0.2.0 does not get far: its survivors die too (an AssertionError in DistributedDataParallel) when
+the kill falls into an all-reduce; the nightly of 2026-10-26 has that corrected.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import random
 import signal
@@ -17,6 +24,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -67,10 +77,56 @@ while True:
     note(era)
 """
 )
+DIES_WITH_US = """
+import ctypes, signal
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+"""
+LIGHTHOUSE = (
+    DIES_WITH_US
+    + """
+import os, sys, time
+from torchft.coordination import LighthouseServer
+server = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, heartbeat_timeout_ms=50, quorum_tick_ms=5)
+place = f"{sys.argv[1]}/lighthouse"
+with open(place + ".new", "w") as out: out.write("http://127.0.0.1:" + server.address().rpartition(":")[2])
+os.replace(place + ".new", place)
+while True: time.sleep(60)
+"""
+)
+TORCHFT = (
+    DIES_WITH_US
+    + """
+import os, socket
+os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+socket.gethostname = lambda: "127.0.0.1"  # what checkpoints are fetched from, whatever this machine's name resolves to
+"""
+    + BODY
+    + """
+import datetime, torchft, torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+def load(state): model.load_state_dict(state["model"]); opt.load_state_dict(state["opt"])
+manager = torchft.Manager(
+    pg=torchft.ProcessGroupGloo(), load_state_dict=load, min_replica_size=1, rank=0, world_size=1, hostname="127.0.0.1",
+    state_dict=lambda: {"model": model.state_dict(), "opt": opt.state_dict()}, store_addr="127.0.0.1", store_port=store.port,
+    lighthouse_addr=open(f"{folder}/lighthouse").read(), heartbeat_interval=datetime.timedelta(milliseconds=5),
+)
+ddp = torchft.DistributedDataParallel(manager, model)
+wrapped = torchft.Optimizer(manager, opt)
+while True:
+    i = torch.randint(4096, (64,))
+    wrapped.zero_grad()
+    F.cross_entropy(ddp(data.tensors[0][i]), data.tensors[1][i]).backward()
+    step = manager.current_step()  # after the backward pass: a replica that is healed has been given the others' by now
+    wrapped.step()
+    if manager.current_step() > step:
+        time.sleep(0.02)
+        note(manager._quorum_id)
+"""
+)
 
 
 def commits(folder: Path) -> dict[int, list[tuple[float, int]]]:
-    """Process id -> (when, era) of its commits. An era is a generation, or the number of restarts."""
+    """Process id -> (when, era) of its commits. An era is a generation, the number of restarts, or a quorum's id."""
     found = {}
     for path in folder.iterdir():
         if path.name.isdigit():
@@ -97,30 +153,88 @@ def settled(folder: Path, workers: int, deadline_s: float = 30.0) -> dict[int, l
     raise RuntimeError("the workers did not settle within 30 s")
 
 
-def measure(command: list[str], folder: Path, workers: int, kills: int, survivors_live: bool) -> tuple[list[float], list[float]]:
-    """(seconds to the survivors' next commit, seconds to the replacement's first) of each kill."""
-    chance = random.Random(0)
-    log = (folder / "log.txt").open("wb")
-    process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    next_s, back_s = [], []
+def spawn(command: list[str], folder: Path) -> subprocess.Popen[bytes]:
+    """A process with one thread of its own, that writes to the folder's log."""
+    with (folder / "log.txt").open("ab") as log:
+        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+@contextmanager
+def supervised(command: list[str], folder: Path) -> Iterator[Callable[[], None]]:
+    """Workers below a supervisor, which replaces them itself: what it yields does nothing."""
+    process = spawn(command, folder)
     try:
-        for _ in range(kills):
-            now = settled(folder, workers)
-            era = next(iter(now.values()))[-1][1]
-            victim = chance.choice(sorted(now))
-            began = time.monotonic()
-            os.kill(victim, signal.SIGKILL)
-            later = settled_after(folder, workers, era, victim)
-            old = [pid for pid in later if pid in now] if survivors_live else list(later)
-            first = {pid: next(when for when, number in lines if number > era) for pid, lines in later.items()}
-            next_s.append(max(first[pid] for pid in old) - began)
-            back_s.append(max(first.values()) - began)
+        yield lambda: None
     finally:
         process.send_signal(signal.SIGINT)
         try:
             process.wait(20)
         except subprocess.TimeoutExpired:
             process.kill()
+            process.wait(20)
+        sweep(folder)
+
+
+def sweep(folder: Path) -> None:
+    """Kill what still runs this folder's script: a supervisor that had to be killed leaves its workers."""
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and f"{folder}/".encode() in (entry / "cmdline").read_bytes():
+                os.kill(int(entry.name), signal.SIGKILL)
+        except OSError:
+            pass  # it has ended
+
+
+@contextmanager
+def replicas(folder: Path, workers: int) -> Iterator[Callable[[], None]]:
+    """torchft's lighthouse and one process per replica; it has no supervisor, so what it yields starts a replacement."""
+    (folder / "lighthouse.py").write_text(LIGHTHOUSE)
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(script: str) -> None:
+        started.append(spawn([sys.executable, str(folder / script), str(folder)], folder))
+
+    try:
+        start("lighthouse.py")
+        appears(folder / "lighthouse")
+        for _ in range(workers):
+            start("train.py")
+        yield lambda: start("train.py")
+    finally:
+        for process in started:
+            process.kill()
+        for process in started:
+            process.wait(20)
+
+
+def appears(path: Path, deadline_s: float = 30.0) -> None:
+    """Wait for a file that another process writes."""
+    end = time.monotonic() + deadline_s
+    while not path.exists():
+        if time.monotonic() > end:
+            raise RuntimeError(f"no {path.name} within {deadline_s:.0f} s")
+        time.sleep(0.02)
+
+
+def measure(
+    launch: AbstractContextManager[Callable[[], None]], folder: Path, workers: int, kills: int, survivors_live: bool
+) -> tuple[list[float], list[float]]:
+    """(seconds to the survivors' next commit, seconds to the replacement's first) of each kill."""
+    chance = random.Random(0)
+    next_s, back_s = [], []
+    with launch as replace:
+        for _ in range(kills):
+            now = settled(folder, workers)
+            era = next(iter(now.values()))[-1][1]
+            victim = chance.choice(sorted(now))
+            began = time.monotonic()
+            os.kill(victim, signal.SIGKILL)
+            replace()
+            later = settled_after(folder, workers, era, victim)
+            old = [pid for pid in later if pid in now] if survivors_live else list(later)
+            first = {pid: next(when for when, number in lines if number > era) for pid, lines in later.items()}
+            next_s.append(max(first[pid] for pid in old) - began)
+            back_s.append(max(first.values()) - began)
     return next_s, back_s
 
 
@@ -134,31 +248,53 @@ def settled_after(folder: Path, workers: int, era: int, victim: int) -> dict[int
     raise RuntimeError("did not come back within 30 s")
 
 
+def launchers(alone: bool) -> tuple[str, ...]:
+    """torchft where it is installed."""
+    if alone:
+        return ("lockstep run",)
+    return ("lockstep run", "torchrun", *(["torchft"] if importlib.util.find_spec("torchft") else []))
+
+
+def prepare(name: str, folder: Path, workers: int) -> AbstractContextManager[Callable[[], None]]:
+    """Write the launcher's training script; what comes back starts it."""
+    script = folder / "train.py"
+    script.write_text({"lockstep run": OURS, "torchrun": THEIRS, "torchft": TORCHFT}[name])
+    if name == "torchft":
+        return replicas(folder, workers)
+    if name == "lockstep run":
+        command = [sys.executable, "-m", "lockstep", "run", "-n", str(workers), "--max-respawns", "1000"]
+        command += ["--run-dir", f"{folder}/run"]
+    else:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}"]
+        command += ["--max-restarts=1000"]
+    return supervised([*command, str(script), str(folder)], folder)
+
+
+def about(names: tuple[str, ...]) -> dict[str, Any]:
+    """The machine, and which torchft was measured, released or nightly."""
+    version = metadata.version(metadata.packages_distributions()["torchft"][0]) if "torchft" in names else None
+    return {**machine(), "torchft": version}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--alone", action="store_true", help="without torchrun")
+    parser.add_argument("--alone", action="store_true", help="without torchrun and torchft")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended
+    names = launchers(options.alone)
     rows: list[dict[str, Any]] = []
     head = "| workers | launcher | next commit, median s | worst s | replacement back, median s | kills |"
     lines = [head, "|---|---|---|---|---|---|"]
     for size in options.workers:
-        for name in ("lockstep run",) if options.alone else ("lockstep run", "torchrun"):
+        for name in names:
+            kills = min(5, options.kills) if name == "torchrun" else options.kills
             with tempfile.TemporaryDirectory() as place:
                 folder = Path(place)
-                (folder / "train.py").write_text(OURS if name == "lockstep run" else THEIRS)
-                script = [str(folder / "train.py"), place]
-                if name == "lockstep run":
-                    kills = options.kills
-                    command = [sys.executable, "-m", "lockstep", "run", "-n", str(size), "--max-respawns", "1000"]
-                    command += ["--run-dir", f"{place}/run", *script]
-                else:
-                    kills = min(5, options.kills)
-                    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
-                    command += ["--max-restarts=1000", *script]
+                launch = prepare(name, folder, size)
                 try:
-                    next_s, back_s = measure(command, folder, size, kills, name == "lockstep run")
+                    next_s, back_s = measure(launch, folder, size, kills, name != "torchrun")
                 except RuntimeError as error:
                     lines.append(f"| {size} | {name} | {error} | - | - | - |")
                     print(lines[-1], flush=True)
@@ -169,7 +305,8 @@ def main() -> None:
             print(lines[-1], flush=True)
     numbers = " ".join(map(str, options.workers))
     command_text = f"python -m benchmarks.recovery --workers {numbers} --kills {options.kills}{' --alone' if options.alone else ''}"
-    write(f"recovery-{os.cpu_count()}-cores", {"machine": machine(), "results": rows}, "\n".join(lines), command_text)
+    data = {"machine": about(names), "results": rows}
+    write(f"recovery-{os.cpu_count()}-cores", data, "\n".join(lines), command_text)
 
 
 if __name__ == "__main__":

@@ -97,6 +97,13 @@ def test_a_stopped_worker_is_named_killed_and_replaced(expected: str, tmp_path: 
     assert "stack.txt" in output
 
 
+def test_a_worker_stopped_before_it_joins_holds_nobody_up_for_long(expected: str, tmp_path: Path) -> None:
+    chaos = Chaos(tmp_path / "run", 3, "--ledger")
+    until(lambda: len(chaos.workers()) >= 2)
+    os.kill(chaos.workers()[1], signal.SIGSTOP)  # as soon as its script runs
+    require_whole(chaos, expected)
+
+
 def test_sigterm_to_one_worker_lets_it_finish_the_step_and_leave(expected: str, tmp_path: Path) -> None:
     chaos = Chaos(tmp_path / "run", 3, "--ledger")
     until(lambda: formed(chaos.folder))

@@ -217,3 +217,21 @@ def test_whatever_happens_survivors_are_never_stuck(size: int, random: Random) -
             event = Tick()
         state, more, _ = decide(state, event, 0.0)
         todo += more
+
+
+def test_who_does_not_come_at_the_start_while_others_wait_is_killed_and_replaced() -> None:
+    state, actions, _ = begin(3, Policy(hang_timeout_s=30))
+    assert decide(state, Tick(), 1000.0)[1] == ()  # nobody waits: all may be importing for long
+    for worker, now in ((0, 1000.0), (2, 1020.0)):
+        state, actions, _ = decide(state, Joined(worker), now)
+        assert actions == ()
+    assert decide(state, Tick(), 1049.0)[1] == ()
+    state, actions, _ = decide(state, Tick(), 1051.0)
+    assert [type(action) for action in actions] == [Kill]
+    assert actions[0].worker == 1
+    assert decide(state, Tick(), 1052.0)[1] == ()
+    state, actions, _ = decide(state, Died(1, "was killed by SIGKILL"), 1053.0)
+    assert actions == (Spawn((3,), 0.0),)
+    assert decide(state, Tick(), 1082.0)[1] == ()  # the new one has its time
+    state, actions, _ = decide(state, Joined(3), 1083.0)
+    assert actions == (Form(0, (0, 2, 3)),)

@@ -60,6 +60,8 @@ class State:
     generation: int = -1
     members: tuple[int, ...] = ()
     broken_at: float | None = None
+    stirred_at: float | None = None
+    """Before the first generation: when a worker last came to join, or was spawned in place of another."""
     changing: bool = False
     finishing: bool = False
     ended: bool = False
@@ -216,7 +218,7 @@ def decide(state: State, event: Event, now: float) -> Decision:
 def _joined(state: State, event: Joined, now: float) -> Decision:
     if state.finishing:
         return state, (Dismiss(event.worker, "the run is over"),), "nobody is left to join"
-    state = replace(_with(state, event.worker, status=Status.WAITING), most=event.most or state.most)
+    state = replace(_with(state, event.worker, status=Status.WAITING), most=event.most or state.most, stirred_at=now)
     return _settle(state, f"worker {event.worker} waits to join", now)
 
 
@@ -311,11 +313,22 @@ def _scaled(state: State, event: Scaled, now: float) -> Decision:
 
 
 def _tick(state: State, event: Tick, now: float) -> Decision:
+    if state.generation < 0:
+        return _hurry(state, now)
     if state.broken_at is None or now - state.broken_at <= state.policy.hang_timeout_s:
         return state, (), ""
     stuck = [id for id in state.members if _status(state, id) is Status.MEMBER]
     why = f"it did not leave generation {state.generation} within {state.policy.hang_timeout_s:g} s"
     return replace(state, broken_at=now), tuple(Kill(id, why) for id in stuck), why if stuck else ""
+
+
+def _hurry(state: State, now: float) -> Decision:
+    """At the start: whoever does not come, while others wait and nothing else happens, holds them up."""
+    waiting, starting = state.having(Status.WAITING), state.having(Status.STARTING)
+    if not waiting or not starting or state.stirred_at is None or now - state.stirred_at <= state.policy.hang_timeout_s:
+        return state, (), ""
+    why = f"it did not come to join while others waited for {state.policy.hang_timeout_s:g} s (--hang-timeout)"
+    return replace(state, stirred_at=now), tuple(Kill(id, why) for id in starting), why
 
 
 _RULES: dict[type, Callable[[State, Any, float], Decision]] = {
@@ -388,7 +401,7 @@ def _respawn(state: State, now: float) -> tuple[State, tuple[Action, ...]]:
         return state, ()
     burst = sum(now - at < 10.0 for at in recent)  # workers that die as soon as they come are not worth the hurry
     delay_s = 0.0 if burst < 3 else min(30.0, 0.25 * 2 ** (burst - 3))
-    state, spawn = _spawn(replace(state, spawned_at=(*recent, now)), 1, delay_s)
+    state, spawn = _spawn(replace(state, spawned_at=(*recent, now), stirred_at=now + delay_s), 1, delay_s)
     return state, (spawn,)
 
 
