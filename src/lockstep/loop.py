@@ -195,6 +195,8 @@ class Loop:
                 self._crew.together(lambda duty=duty: duty.act(self._moment(turn)))  # type: ignore[misc]
         wishes = self._moment(turn).wishes
         if any(wish & STOP for wish in wishes):
+            if self._crew.session is not None and self._crew.comm.rank == 0:
+                self._crew.session.say(type="stopped", step=self.step)
             raise SystemExit(0)
         if any(wish & CHANGE for wish in wishes):
             self._crew.move()

@@ -16,7 +16,7 @@ from lockstep.checkpoint.saver import Saver, Whole
 from lockstep.checkpoint.shelf import Shelf
 from lockstep.comm.base import Comm
 from lockstep.duty import Moment
-from lockstep.errors import UsageError
+from lockstep.errors import LockstepError, UsageError
 from lockstep.observe.notice import tell
 from lockstep.plan.cadence import parse
 
@@ -49,7 +49,15 @@ class Keeping:
         if found is None:
             return False
         manifest, state = found
-        self._held.restore(state, resumes=True)
+        try:
+            self._held.restore(state, resumes=True)
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
+            if isinstance(error, LockstepError):
+                raise
+            raise UsageError(
+                f"the checkpoint of step {manifest.step} in {self.shelf.place.url} does not fit this run ({type(error).__name__}: "
+                f"{str(error).splitlines()[0][:200]}). Pass the objects that were saved, or name another place."
+            ) from error
         self._saver.last_step = manifest.step
         if comm.rank == 0:
             tell(

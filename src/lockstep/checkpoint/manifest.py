@@ -84,9 +84,12 @@ class Manifest:
         return manifest
 
     def _require_sense(self) -> None:
-        """Numbers that would be used to allocate and to seek."""
+        """Every value is of its kind, and no number would allocate or seek beyond the files."""
+        words = (self.made, self.torch, *self.model, *self.aliases, *self.aliases.values(), *(t.name for t in self.tensors))
+        if not all(type(word) is str for word in words) or type(self.settings) is not dict:
+            raise ValueError("something that must be text is not")
         for name, file in self.files.items():
-            if "/" in name or name.startswith(".") or not _are_counts(file.bytes, file.head):
+            if "/" in name or name.startswith(".") or not _are_counts(file.bytes, file.head) or file.head > file.bytes:
                 raise ValueError(f"file {name!r}")
         for tensor in self.tensors:
             if tensor.dtype not in ITEM_BYTES or len(tensor.shape) > _MOST_DIMENSIONS or not _are_counts(*tensor.shape):

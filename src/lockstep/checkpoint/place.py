@@ -9,7 +9,6 @@ A checkpoint is one folder. What makes it one is its manifest, the last thing wr
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
@@ -121,7 +120,9 @@ class Folder:
         if self.holds(folder, NAME):
             os.unlink(there / NAME)
             self._sync(there)
-        shutil.rmtree(there, ignore_errors=True)
+        for entry in os.listdir(there):
+            os.unlink(there / entry)
+        os.rmdir(there)
 
     def _sync(self, folder: Path) -> None:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -62,6 +62,8 @@ class Agent:
         self._verdict = Verdict(self._console)
         self._end: plan.End | None = None
         self._stopped_by: int | None = None
+        self._saved: tuple[int, str] | None = None  # the newest checkpoint: (step, where)
+        self._stopped_at: int | None = None  # the step after which the workers left because they were told to
         self._term_at = math.inf
         self._kill_at = math.inf
 
@@ -126,13 +128,22 @@ class Agent:
 
     def _leave(self) -> int:
         """How the run ended, in a word, and its exit code."""
+        goes_on = ""
+        if self._saved is not None:
+            goes_on = f" The newest checkpoint is of step {self._saved[0]} ({self._saved[1]}); the same command goes on from it."
         if self._stopped_by is not None:
             code, why = _STOPS[signal.Signals(self._stopped_by)], f"stopped by {signal.Signals(self._stopped_by).name}"
+            if self._saved is not None and self._stopped_at == self._saved[0] and not self._verdict.codes():
+                code, why = 0, f"{why} at step {self._stopped_at}, which is saved"
+            if goes_on:
+                self._console.say(f"{why}.{goes_on}")
         else:
             assert self._end is not None
             code, why = self._verdict.close(self._end.code), self._end.why
             if code != 0:
-                self._console.say(f"the run ended with code {code}: {first_line(why)}. Its files are in {self._run_dir.path}")
+                self._console.say(
+                    f"the run ended with code {code}: {first_line(why)}. Its files are in {self._run_dir.path}.{goes_on}"
+                )
         self._run_dir.record("end", code=code, why=why)
         return code
 
@@ -147,8 +158,10 @@ class Agent:
             self._console.progress(dataclasses.replace(news, workers=workers, generation=generation), time.monotonic())
             return
         if event is None:
-            self._run_dir.record("unknown packet", worker=worker, packet=packet)
+            self._note(worker, packet)
             return
+        if isinstance(event, plan.Leaving) and self._stopped_by is not None:
+            return  # all of them are
         if isinstance(event, plan.Lost | plan.Failed):
             self._fleet.reap()  # whoever they lost may have ended already: that comes first
         if isinstance(event, plan.Failed):
@@ -156,6 +169,17 @@ class Agent:
         if isinstance(event, plan.Finished):
             self._verdict.finished(worker)
         self._decide(event)
+
+    def _note(self, worker: int, packet: packets.Packet) -> None:
+        """What a worker tells us for the record."""
+        kind, step = packet.get("type"), packet.get("step")
+        if kind == "saved" and isinstance(step, int):
+            self._saved = (step, str(packet.get("where")))
+            self._run_dir.record("saved", step=step, where=self._saved[1])
+        elif kind == "stopped" and isinstance(step, int):
+            self._stopped_at = step
+        else:
+            self._run_dir.record("unknown packet", worker=worker, packet=packet)
 
     def wrote(self, worker: int, stream: int, data: bytes) -> None:
         self._logs.write(worker, stream, data)
@@ -215,6 +239,9 @@ class Agent:
         again = "; Ctrl-C again kills them at once" if number == signal.SIGINT else ""
         self._console.say(f"{signal.Signals(number).name}: workers have {self._settings.grace_s:g} s to end{again}.")
         for id in list(self._fleet.children):
+            if number != signal.SIGINT:
+                is_member = id in self._state.members
+                self._fleet.send(id, {"type": "stop"} if is_member else {"type": "dismiss", "why": "the run was told to end"})
             self._fleet.signal(id, signal.SIGTERM if number == signal.SIGHUP else number)
 
     def _asked(self, request: packets.Packet) -> packets.Packet:

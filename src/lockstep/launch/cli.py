@@ -6,18 +6,17 @@ import argparse
 import difflib
 import glob
 import importlib.util
-import math
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
 
 import lockstep
 from lockstep.errors import UsageError
 from lockstep.launch import packets
+from lockstep.launch.arguments import Parser, open_standard_streams, seconds_of, whole_number, write
 from lockstep.launch.rundir import RunDir, connect
 from lockstep.launch.worker import Job
 
@@ -26,7 +25,7 @@ _SCALE_TIMEOUT_S = 10.0
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The `lockstep` command. Returns its exit code: the script's, or 2 for arguments that cannot work."""
-    _open_standard_streams()
+    open_standard_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         head, script, module, rest = split(arguments)
@@ -37,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UsageError("what should be done? `lockstep run -n 4 train.py` starts four workers; `lockstep --help` tells more.")
         return run(given, script, module, rest)
     except UsageError as error:
-        _write(2, f"lockstep: {error}\n")
+        write(2, f"lockstep: {error}\n")
         return 2
 
 
@@ -74,7 +73,7 @@ def scale(run_dir: str, size: int) -> int:
             "`lockstep run` takes it by --run-dir, or makes one under ./lockstep-runs."
         ) from error
     answer = messages[0]
-    _write(1 if answer["ok"] else 2, f"{answer['value'] if answer['ok'] else 'lockstep: ' + answer['error']}\n")
+    write(1 if answer["ok"] else 2, f"{answer['value'] if answer['ok'] else 'lockstep: ' + answer['error']}\n")
     return 0 if answer["ok"] else 1
 
 
@@ -103,39 +102,17 @@ def split(argv: list[str]) -> tuple[list[str], str | None, str | None, list[str]
 _WITH_VALUE = ("-n", "--preload", "--run-dir", "--grace", "--hang-timeout", "--max-respawns")
 
 
-class _Parser(argparse.ArgumentParser):
-    """Raises where argparse would print its usage and exit."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}. `{self.prog} --help` shows how it is called.")
-
-    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        given, unknown = self.parse_known_args(args, namespace)
-        if unknown:
-            options = [option for action in self._actions for option in action.option_strings]
-            for action in self._actions:
-                if isinstance(action, argparse._SubParsersAction) and given.command:
-                    options += [o for a in action.choices[given.command]._actions for o in a.option_strings]
-            near = difflib.get_close_matches(unknown[0].split("=")[0], options, n=1)
-            hint = f"Did you mean {near[0]}? " if near else ""
-            raise UsageError(
-                f"there is no option {unknown[0]}. {hint}Options of lockstep come before the script, those of the script after it; "
-                f"`{self.prog} {given.command or ''} --help` lists ours."
-            )
-        return given
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="lockstep", description="Data-parallel training for PyTorch.", allow_abbrev=False)
+    parser = Parser(prog="lockstep", description="Data-parallel training for PyTorch.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"lockstep {lockstep.__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
     run = commands.add_parser(
         "run",
         help="run a script on several workers of this machine",
         usage="lockstep run [-n N] [options] script.py [args ...]\n       lockstep run [-n N] [options] -m module [args ...]",
         allow_abbrev=False,
     )
-    whole, seconds = _whole("a whole number", 1), _seconds
+    whole, seconds = whole_number(1), seconds_of
     run.add_argument("-n", type=whole, metavar="N", help="how many workers (default: one per GPU, one where there is none)")
     run.add_argument("--preload", metavar="MOD,...", help="modules to import once, before workers are forked")
     run.add_argument("--run-dir", metavar="DIR", help="where logs and events go (default: ./lockstep-runs/DATE-TIME-PID)")
@@ -146,37 +123,13 @@ def _parser() -> argparse.ArgumentParser:
         "--hang-timeout", type=seconds, default=30.0, metavar="S", help="a worker that holds up others so long is killed"
     )
     run.add_argument("--no-respawn", action="store_true", help="do not replace workers that die")
-    run.add_argument(
-        "--max-respawns", type=_whole("a whole number", 0), default=10, metavar="N", help="at most so many in 5 minutes"
-    )
+    run.add_argument("--max-respawns", type=whole_number(0), default=10, metavar="N", help="at most so many in 5 minutes")
     run.add_argument("--ledger", action="store_true", help="write down which sample was committed in which step")
+    commands.add_parser("checkpoint", help="list, verify or export what a run has saved")  # checkpoint/cli.py
     scale = commands.add_parser("scale", help="change the number of workers of a run that is going on", allow_abbrev=False)
     scale.add_argument("run_dir", metavar="RUN_DIR")
     scale.add_argument("size", type=whole, metavar="N")
     return parser
-
-
-def _whole(what: str, least: int) -> Callable[[str], int]:
-    def read(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = least - 1
-        if value < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is not {what} of at least {least}")
-        return value
-
-    return read
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
-    return value
 
 
 def check_target(script: str | None, module: str | None) -> str:
@@ -224,22 +177,3 @@ def count_gpus(visible: str | None) -> int:
     if visible is None or devices == 0:
         return devices
     return min(devices, len([each for each in visible.split(",") if each.strip() not in ("", "-1")]))
-
-
-# -- the console before there is one ----------------------------------------------------------------
-
-
-def _open_standard_streams() -> None:
-    """A descriptor 0, 1 or 2 that is closed would be the next file opened, and be written to."""
-    for number in (0, 1, 2):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number: this one
-
-
-def _write(descriptor: int, text: str) -> None:
-    try:
-        os.write(descriptor, text.encode(errors="replace"))
-    except OSError:
-        pass  # nobody reads it

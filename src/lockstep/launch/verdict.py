@@ -33,6 +33,10 @@ class Verdict:
         if code != 0:
             self._codes.setdefault(worker, code)
 
+    def codes(self) -> list[int]:
+        """Those of workers that ended badly in this incident."""
+        return list(self._codes.values())
+
     def has_told(self, worker: int) -> bool:
         """Whether it said itself how its script ended."""
         return worker in self._accounted

@@ -1,0 +1,88 @@
+"""What the tests of checkpoints save and load: a small model in training, and faults in the file operations of who writes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+import lockstep
+from lockstep.checkpoint import place as places
+from lockstep.state import digest, flatten
+from tests.models import build
+
+COUNTED = ("open", "write", "fsync", "close", "rename", "unlink", "rmdir", "makedirs", "listdir")
+
+
+class FaultyOs:
+    """``os``, but ``fault()`` is called before the file operation number ``at`` (from 0) instead of it."""
+
+    def __init__(self, at: int, fault: Any) -> None:
+        self._at, self._fault = at, fault
+        self.count = 0
+
+    def __getattr__(self, name: str) -> Any:
+        real = getattr(os, name)
+        if name not in COUNTED:
+            return real
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            number, self.count = self.count, self.count + 1
+            if number == self._at:
+                self._fault(name)
+            return real(*args, **kwargs)
+
+        return counted
+
+
+@contextmanager
+def faulty(at: int, fault: Any) -> Iterator[FaultyOs]:
+    before, places.os = places.os, FaultyOs(at, fault)  # type: ignore[assignment]
+    try:
+        yield places.os  # type: ignore[misc]
+    finally:
+        places.os = before
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return torch.randn(40, 12, generator=generator), torch.randint(0, 4, (40,), generator=generator)
+
+
+class Job:
+    """A run whose steps are taken one by one; ``state()`` is a digest of all it holds."""
+
+    def __init__(self, place: Path | str, keep: int = 1) -> None:
+        torch.manual_seed(1)
+        self.model = build("mlp")
+        self.opt = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.run = lockstep.Run(self.model, self.opt, lanes=1, checkpoint=place, every="1000h", keep=keep)
+        data = torch.utils.data.TensorDataset(*batch())
+        self._loop = iter(self.run.shard(data, global_batch=8, epochs=100))
+
+    def step(self, count: int = 1) -> None:
+        for _ in range(count):
+            x, y = next(self._loop)
+            F.cross_entropy(self.model(x), y).backward()
+            self.opt.step()
+            self.opt.zero_grad()
+
+    def save(self) -> None:
+        """Now: between two steps, as the loop itself would."""
+        keeping = self.run._keeping
+        assert keeping is not None
+        keeping._saver.begin(self.run.step)
+        keeping._saver.settle()
+
+    def state(self) -> str:
+        held = {"model": self.model.state_dict(), "opt": self.opt.state_dict()}
+        return f"{self.run.step} {digest(*flatten(held, 'held')).hex()}"
+
+    def close(self) -> None:
+        del self._loop
+        self.run.close()
