@@ -4,6 +4,8 @@ import sys
 import unittest
 
 if __name__ == "__main__":
-    suite = unittest.defaultTestLoader.loadTestsFromNames(["tests.gpu.test_gpu", "tests.gpu.test_lanes"])
+    suite = unittest.defaultTestLoader.loadTestsFromNames(
+        ["tests.gpu.test_gpu", "tests.gpu.test_lanes", "tests.gpu.test_checkpoint"]
+    )
     result = unittest.TextTestRunner(verbosity=2).run(suite)
     sys.exit(0 if result.wasSuccessful() else 1)
