@@ -235,3 +235,13 @@ def test_who_does_not_come_at_the_start_while_others_wait_is_killed_and_replaced
     assert decide(state, Tick(), 1082.0)[1] == ()  # the new one has its time
     state, actions, _ = decide(state, Joined(3), 1083.0)
     assert actions == (Form(0, (0, 2, 3)),)
+
+
+def test_where_all_members_are_late_none_is_killed_for_long() -> None:
+    """A machine that swaps: killing everybody would lose the state for nobody's sake."""
+    state, _ = play(running(3), Died(2, "was killed by SIGKILL"))
+    assert decide(state, Tick(), 100.0)[1] == ()
+    assert len(decide(state, Tick(), 301.0)[1]) == 2  # ten times --hang-timeout: the run must not hang for ever
+    state, _, _ = decide(state, Ready(0, 0, 5), 100.0)
+    assert decide(state, Tick(), 129.0)[1] == ()
+    assert [action.worker for action in decide(state, Tick(), 131.0)[1]] == [1]

@@ -22,6 +22,9 @@ from typing import Any
 
 from lockstep.errors import InvariantError
 
+_ALL_LATE = 10
+"""So many times the hang timeout, where no member of a broken generation has left it yet."""
+
 
 class Status(enum.Enum):
     STARTING = "starting"  # spawned, has not asked to join
@@ -226,6 +229,8 @@ def _ready(state: State, event: Ready, now: float) -> Decision:
     if event.generation != state.generation or event.worker not in state.members:
         return state, (), f"worker {event.worker} is ready after generation {event.generation}, which is past"
     state = _with(state, event.worker, status=Status.READY)
+    if state.broken_at is not None:
+        state = replace(state, broken_at=now)  # the others' time begins when somebody waits for them
     return _settle(state, f"worker {event.worker} has left generation {event.generation}", now)
 
 
@@ -315,10 +320,15 @@ def _scaled(state: State, event: Scaled, now: float) -> Decision:
 def _tick(state: State, event: Tick, now: float) -> Decision:
     if state.generation < 0:
         return _hurry(state, now)
-    if state.broken_at is None or now - state.broken_at <= state.policy.hang_timeout_s:
+    if state.broken_at is None:
+        return state, (), ""
+    # Where all are late the machine is slow, and the state would die with them: nobody is held up but those who hold nothing.
+    held_up = any(_status(state, id) is Status.READY for id in state.members)
+    patience_s = state.policy.hang_timeout_s * (1 if held_up else _ALL_LATE)
+    if now - state.broken_at <= patience_s:
         return state, (), ""
     stuck = [id for id in state.members if _status(state, id) is Status.MEMBER]
-    why = f"it did not leave generation {state.generation} within {state.policy.hang_timeout_s:g} s"
+    why = f"it did not leave generation {state.generation} within {patience_s:g} s"
     return replace(state, broken_at=now), tuple(Kill(id, why) for id in stuck), why if stuck else ""
 
 
