@@ -7,6 +7,7 @@ values. Anything else is a ``UsageError`` that names where it lies.
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
 import json
 from collections import Counter
@@ -33,13 +34,25 @@ def flatten(value: Any, name: str) -> tuple[str, list[Tensor]]:
 
 def flatten_named(value: Any, name: str) -> tuple[str, list[Tensor], list[Path]]:
     """(skeleton, tensors, the keys that lead to each)."""
+    packed, tensors, paths = pack(value, name)
+    return json.dumps(packed), tensors, paths
+
+
+def pack(value: Any, name: str) -> tuple[Any, list[Tensor], list[Path]]:
+    """The same, but the skeleton is not yet text: values that JSON can hold, and that nobody else holds."""
     found: list[tuple[Path, Tensor]] = []
     packed = _pack(value, name, (), found)
-    return json.dumps(packed), [tensor for _, tensor in found], [path for path, _ in found]
+    return packed, [tensor for _, tensor in found], [path for path, _ in found]
 
 
 def unflatten(skeleton: str, tensors: Sequence[Tensor]) -> Any:
     return _unpack(json.loads(skeleton), tensors)
+
+
+@functools.cache
+def dtype_name(dtype: torch.dtype) -> str:
+    """ "float32", where str() is slow and says "torch.float32"."""
+    return str(dtype).removeprefix("torch.")
 
 
 def digest(skeleton: str, tensors: Sequence[Tensor]) -> bytes:
@@ -64,8 +77,7 @@ def buffer_of(tensor: Tensor) -> Any:
 def _pack(value: Any, name: str, at: Path, found: list[tuple[Path, Tensor]]) -> Any:
     if isinstance(value, Tensor):
         found.append((at, value))
-        shown = [str(value.dtype).removeprefix("torch."), list(value.shape), str(value.device)]
-        return {"tensor": [len(found) - 1, *shown]}
+        return {"tensor": [len(found) - 1, dtype_name(value.dtype), list(value.shape), str(value.device)]}
     if isinstance(value, float):
         return {"float": value.hex()}
     if isinstance(value, _PLAIN) and not type(value).__module__.startswith("numpy"):

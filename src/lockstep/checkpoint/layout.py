@@ -11,13 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lockstep.checkpoint.manifest import INDEX, File
 from lockstep.checkpoint.tensorfile import ITEM_BYTES
 from lockstep.errors import UsageError
 from lockstep.plan.parts import spread
-from lockstep.state import Path, flatten_named
+from lockstep.state import Path, dtype_name, pack
 
 
 @dataclass(frozen=True)
@@ -43,9 +44,9 @@ class Layout:
 
 def lay_out_state(state: dict[str, Any], persistent: set[str], writers: int) -> Layout:
     """``state``: of a run (holding.py); ``persistent``: names of buffers that belong to the model's state dict."""
-    skeleton, tensors, paths = flatten_named(state, "the state of the run")
+    skeleton, tensors, paths = pack(state, "the state of the run")
     for tensor, path in zip(tensors, paths, strict=True):
-        if str(tensor.dtype).removeprefix("torch.") not in ITEM_BYTES or tensor.layout.__str__() != "torch.strided":
+        if dtype_name(tensor.dtype) not in ITEM_BYTES or tensor.layout is not torch.strided:
             raise UsageError(
                 f"{'.'.join(path)} is a {tensor.dtype} tensor ({tensor.layout}), which a checkpoint cannot hold. Keep dense ones."
             )
@@ -64,7 +65,7 @@ def lay_out_state(state: dict[str, Any], persistent: set[str], writers: int) -> 
                 parts[writer].append((file, tuple(numbers[at] for at in part)))
     of_number = {number: name for name, number in model.items()}
     names = _unique([of_number.get(number) or ".".join(path) for number, path in enumerate(paths)], paths)
-    return Layout(json.loads(skeleton), tensors, names, model, tuple(map(tuple, parts)))
+    return Layout(skeleton, tensors, names, model, tuple(map(tuple, parts)))
 
 
 def index_file(content: bytes) -> dict[str, File]:

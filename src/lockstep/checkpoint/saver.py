@@ -133,7 +133,7 @@ class Saver:
         mine = new_folder(step).encode() if comm.rank == 0 else b""
         folder = gather_bytes(comm, mine, f"the name of the checkpoint of step {step}")[0].decode()
         layout = lay_out_state(self._whole.capture(), self._whole.persistent(), comm.size)
-        metadata = {"format": "pt", "step": str(step)}
+        metadata = {"format": "pt"}
         self._snapshot.take(layout.tensors, layout.names, [(file, ns, metadata) for file, ns in layout.parts[comm.rank]])
         index = layout.index() if comm.rank == 0 else None
         self._folder, self._step, self._layout, self._failed = folder, step, layout, ""

@@ -6,11 +6,13 @@ import ctypes
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lockstep.checkpoint.tensorfile import Entry, header, lay_out
+from lockstep.state import dtype_name
 
 PAGE = 4096
 
@@ -35,12 +37,19 @@ class Sheet:
         return hashlib.sha256(self.head).hexdigest()
 
 
+Files = Sequence[tuple[str, Sequence[int], Mapping[str, str]]]
+"""Name, the numbers of its tensors, metadata."""
+
+
 class Snapshot:
     """Memory that is kept from one checkpoint to the next: after the first one copying is all that it costs."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
         self.sheets: tuple[Sheet, ...] = ()
+        self._views: list[Tensor] = []
+        self._shape: Any = None
+        """What the layout was made for: from one checkpoint to the next it is the same."""
 
     def prepare(self, nbytes: int, pinned: bool) -> None:
         """Get so much memory, and touch it: a page's first touch costs more than the copy into it."""
@@ -49,28 +58,33 @@ class Snapshot:
         self._memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
         self._memory[::PAGE] = 0
 
-    def take(
-        self, tensors: Sequence[Tensor], names: Sequence[str], files: Sequence[tuple[str, Sequence[int], Mapping[str, str]]]
-    ) -> None:
-        """``files``: name, the numbers of its tensors, metadata. Returns when all are copied."""
+    def take(self, tensors: Sequence[Tensor], names: Sequence[str], files: Files) -> None:
+        """Returns when all are copied."""
+        shape = (files, [(names[n], tensors[n].dtype, tensors[n].shape, tensors[n].device) for _, ns, _ in files for n in ns])
+        if shape != self._shape:
+            self._shape = None
+            self._lay_out(tensors, names, files)
+            self._shape = shape
+        there = [tensors[number].detach() for sheet in self.sheets for number in sheet.numbers]
+        if there:
+            with torch.no_grad():
+                torch._foreach_copy_(self._views, there, non_blocking=self._memory.is_pinned())
+        if self._memory.is_pinned():
+            torch.cuda.synchronize()
+
+    def _lay_out(self, tensors: Sequence[Tensor], names: Sequence[str], files: Files) -> None:
         sheets, begin = [], 0
         for file, numbers, metadata in files:
             sheet = sheet_of(file, numbers, names, tensors, metadata, begin)
             sheets.append(sheet)
             begin += -(-sheet.bytes // PAGE) * PAGE
-        pinned = any(tensors[number].is_cuda for _, numbers, _ in files for number in numbers)
-        self.prepare(begin, pinned)
+        self.prepare(begin, any(tensors[number].is_cuda for _, numbers, _ in files for number in numbers))
         self.sheets = tuple(sheets)
-        here, there = [], []
-        for sheet in sheets:
-            for number, entry in zip(sheet.numbers, sheet.entries, strict=True):
-                here.append(self._typed(sheet, entry, tensors[number]))
-                there.append(tensors[number].detach())
-        if here:
-            with torch.no_grad():
-                torch._foreach_copy_(here, there, non_blocking=pinned)
-        if pinned:
-            torch.cuda.synchronize()
+        self._views = [
+            self.tensor(sheet, entry).view(tensors[number].dtype).view(tensors[number].shape)
+            for sheet in sheets
+            for number, entry in zip(sheet.numbers, sheet.entries, strict=True)
+        ]
 
     def data(self, sheet: Sheet) -> memoryview:
         """A file's data, without its header."""
@@ -80,14 +94,11 @@ class Snapshot:
         """One tensor's bytes."""
         return self._memory[sheet.begin + entry.begin : sheet.begin + entry.end]
 
-    def _typed(self, sheet: Sheet, entry: Entry, like: Tensor) -> Tensor:
-        return self.tensor(sheet, entry).view(like.dtype).view(like.shape)
-
 
 def sheet_of(
     file: str, numbers: Sequence[int], names: Sequence[str], tensors: Sequence[Tensor], metadata: Mapping[str, str], begin: int
 ) -> Sheet:
-    entries = lay_out([(names[n], str(tensors[n].dtype).removeprefix("torch."), tuple(tensors[n].shape)) for n in numbers])
+    entries = lay_out([(names[n], dtype_name(tensors[n].dtype), tuple(tensors[n].shape)) for n in numbers])
     in_order = sorted(zip(entries, numbers, strict=True), key=lambda pair: pair[0].begin)
     placed = tuple(entry for entry, _ in in_order)
     return Sheet(file, header(placed, metadata), placed, tuple(number for _, number in in_order), begin)
