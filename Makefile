@@ -10,7 +10,7 @@ INSTALLED := $(VENV)/.installed
 .DELETE_ON_ERROR:
 
 train: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node=$(CORES) examples/train_gpt.py $(ARGS)
+	$(BIN)/lockstep run -n $(CORES) examples/train_gpt.py $(ARGS)
 
 test: lint
 	$(BIN)/python -m pytest $(ARGS)
@@ -23,9 +23,10 @@ lint: $(INSTALLED)
 bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks.step
 
-# A thousand random fault schedules against real runs: about two hours.
+# A thousand random fault schedules against real runs, two at a time, and ten thousand damaged checkpoints: about two hours.
 chaos: $(INSTALLED)
-	$(BIN)/python -m tests.chaos 0 1000
+	$(BIN)/python -m tests.fuzz 0 10000
+	$(BIN)/python -m tests.chaos 0 1000 --jobs 2
 
 # On a machine with a GPU, with whatever torch it has: nothing is installed.
 gpu:

@@ -1,9 +1,10 @@
 """The main job: a small GPT learns Python's own standard library, character by character.
 
-    python examples/train_gpt.py                                     one worker
-    torchrun --standalone --nproc-per-node=2 examples/train_gpt.py   two workers, one model
+    python examples/train_gpt.py                       one worker
+    lockstep run -n 2 examples/train_gpt.py            two workers, one model; kill one, and it goes on
+    lockstep run -n 2 examples/train_gpt.py --checkpoint checkpoints    kill all, and the same command goes on
 
-No download. Every worker draws its own crops; gradients are averaged, so all hold the same model.
+No download. With --lanes 4, say, the result has the same bits on 1, 2, 3 and 4 workers.
 """
 
 from __future__ import annotations
@@ -16,8 +17,23 @@ from pathlib import Path
 
 import torch
 from gpt import GPT, GPTConfig
+from torch.utils.data import Dataset
 
 import lockstep
+
+
+class Crops(Dataset[torch.Tensor]):
+    """So many random crops of a text. Run seeds the draw of every sample: the same number gives the same crop, on any worker."""
+
+    def __init__(self, text: torch.Tensor, length: int, count: int) -> None:
+        self.text, self.length, self.count = text, length, count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        start = int(torch.randint(len(self.text) - self.length, ()))
+        return self.text[start : start + self.length].long()
 
 
 def main() -> None:
@@ -26,28 +42,37 @@ def main() -> None:
     device = world.device()
     config = GPTConfig()
     torch.manual_seed(0)
-    model = lockstep.replicate(GPT(config).to(device))
+    model = GPT(config).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=options.lr, total_steps=options.steps, pct_start=0.1)
     text = standard_library()
-    draw = torch.Generator().manual_seed(1 + world.rank)  # each worker its own part of the batch
-    per_worker = max(1, options.batch // world.size)
-    if world.is_main:
+    progress = Progress(options.steps, options.batch * config.context)
+    run = lockstep.Run(
+        model,
+        optimizer,
+        schedule,
+        lanes=options.lanes,
+        checkpoint=options.checkpoint,
+        every="30 s",
+        log_every=5,
+        on_log=progress.show,
+    )
+    if run.is_main:
         count = sum(p.numel() for p in model.parameters())
-        print(f"{count / 1e6:.2f} M parameters, {len(text) / 1e6:.1f} MB of Python source, {world}", flush=True)
-    progress = Progress(options.steps, per_worker * world.size * config.context, shown=world.is_main)
-    for step in range(options.steps):
-        starts = torch.randint(len(text) - config.context - 1, (per_worker,), generator=draw)
-        tokens = torch.stack([text[s : s + config.context + 1] for s in starts]).long().to(device)
-        loss = model(tokens)
-        loss.backward()  # gradients leave averaged over all workers
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        print(f"{count / 1e6:.2f} M parameters, {len(text) / 1e6:.1f} MB of Python source, {run.size} workers", flush=True)
+    crops = Crops(text, config.context + 1, options.steps * options.batch)
+    for tokens in run.shard(crops, global_batch=options.batch):
+        loss = model(tokens.to(device))
+        loss.backward()  # gradients leave averaged over all lanes
+        run.log(loss=loss)
+        if run.averaged:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-        progress.show(step + 1, loss)
-    if world.is_main:
+    if run.is_main:
         print(f"\nA sample from the model:\n{sample(model, config, device)}")
+    run.close()
 
 
 def read_options() -> argparse.Namespace:
@@ -55,6 +80,8 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=300, help="optimizer updates (default 300)")
     parser.add_argument("--batch", type=int, default=32, help="sequences per step over all workers (default 32)")
     parser.add_argument("--lr", type=float, default=4e-3, help="peak learning rate (default 0.004)")
+    parser.add_argument("--lanes", type=int, help="slices of a batch: what the bits depend on (default: as many as workers)")
+    parser.add_argument("--checkpoint", metavar="PLACE", help="save there every 30 s, and go on from there")
     options = parser.parse_args()
     if options.steps < 1 or options.batch < 1 or not options.lr > 0:
         parser.error("--steps, --batch and --lr must be positive")
@@ -70,27 +97,24 @@ def standard_library() -> torch.Tensor:
 
 
 class Progress:
-    """A line that moves on a terminal; a line now and then in a pipe."""
+    """A line that moves on a terminal; a line now and then in a pipe, and under `lockstep run`, which has one of its own."""
 
-    def __init__(self, steps: int, characters_per_step: int, shown: bool) -> None:
-        self.steps, self.per_step, self.shown = steps, characters_per_step, shown
+    def __init__(self, steps: int, characters_per_step: int) -> None:
+        self.steps, self.per_step = steps, characters_per_step
         self.live = sys.stdout.isatty()
-        self.began = self.marked = time.perf_counter()
-        self.average = 0.0
+        self.began = time.perf_counter()
+        self.first, self.average = 0, 0.0
 
-    def show(self, step: int, loss: torch.Tensor) -> None:
-        if not self.shown:
+    def show(self, step: int, values: dict[str, float]) -> None:
+        if not self.first:
+            self.first, self.average = step, values["loss"]
+        self.average = 0.95 * self.average + 0.05 * values["loss"]
+        if not self.live and step % max(1, self.steps // 20) and step not in (self.first, self.steps):
             return
-        self.average = loss.item() if step == 1 else 0.95 * self.average + 0.05 * loss.item()
-        now = time.perf_counter()
-        last = step == self.steps
-        if not last and (now - self.marked < 0.1 if self.live else step % max(1, self.steps // 20) and step != 1):
-            return
-        self.marked = now
-        elapsed = now - self.began
-        rate = step * self.per_step / elapsed
+        elapsed = time.perf_counter() - self.began
+        rate = (step - self.first + 1) * self.per_step / elapsed
         line = f"step {step:4d}/{self.steps}  loss {self.average:.3f}  {rate:7.0f} characters/s  {elapsed:5.1f} s"
-        print(f"\r{line}" if self.live else line, end="" if self.live and not last else "\n", flush=True)
+        print(f"\r{line}" if self.live else line, end="" if self.live and step < self.steps else "\n", flush=True)
 
 
 @torch.no_grad()

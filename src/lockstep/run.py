@@ -76,6 +76,7 @@ class Run:
         _require_sense(model, lanes, seed, threads, bucket_mb, timeout_s, log_every, verify_every)
         self.model, self.seed, self.exact = model, seed, exact
         self._sigterm: Sigterm | None = None
+        self._verification: Verification | None = None
         params = [p for _, p in parameters_of(model, ())]
         self.device = device_of(params)
         self._owns_comm = comm is None or isinstance(comm, str)
@@ -109,9 +110,10 @@ class Run:
             self._loop.bind(self.gates, agreement)
             self._evaluations = Evaluations(model, self.engine, self.lanes, seed)
             self._holding = Holding(model, self.engine, self.gates, self._loop, self._evaluations, agreement, settings)
-            if verify_every:
-                self._loop.duties.append(Verification(self._holding, self._crew, self.device, verify_every))
             self._keeping: Keeping | None = None
+            if verify_every:
+                self._verification = Verification(self._holding, self._crew, self.device, verify_every)
+                self._loop.duties.append(self._verification)
             if checkpoint is not None:
                 self._keep(checkpoint, every, keep)
             self.engine.settings, self.engine.on_averaged = self.gates.settings, self._loop.averaged
@@ -325,6 +327,9 @@ class Run:
         self._keeping = keeping
         self._holding.resume, self._holding.on_rebind = keeping.resume, keeping.give_up
         self._loop.duties.append(keeping)
+        if self._verification is not None:
+            keeping.trust(self._verification.agreed_at)
+            self._verification.on_parted = keeping.suspect
         if crew.session is None:
             self._sigterm = Sigterm()
             self._undo.append(self._sigterm.close)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -40,6 +40,13 @@ class Verification:
 
     def __init__(self, held: Held, crew: Crew, device: torch.device, every: int) -> None:
         self._held, self._crew, self._device, self._every = held, crew, device, every
+        self._agreed = -1
+        self.on_parted: Callable[[int], None] = lambda agreed: None
+        """Called on every worker when a replica was healed, with the last step at which all had been equal."""
+
+    def agreed_at(self, step: int) -> int:
+        """The last step, up to ``step``, at which replicas were known to be equal; a lone one always is."""
+        return step if self._crew.comm.size == 1 else self._agreed
 
     def look(self, now: Moment) -> bool:
         return now.step % self._every == 0 and self._crew.comm.size > 1
@@ -56,6 +63,7 @@ class Verification:
         mine = hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:32]
         prints = [text.decode() for text in gather_bytes(comm, mine.encode(), "the sum of each replica")]
         if len(set(prints)) == 1:
+            self._agreed = step
             return
         everyone = [json.loads(text) for text in gather_bytes(comm, json.dumps(rows).encode(), "the sums of each replica")]
         (common, count), *_ = Counter(prints).most_common()
@@ -66,8 +74,11 @@ class Verification:
             raise CorruptionError(
                 f"replicas differ after step {step}, first in {first_difference(everyone[good], everyone[parted[0]])}, and no "
                 f"majority agrees on which is right: {shown}. A bit has changed in some worker's memory, or something outside "
-                "the step writes to the model on some workers only. Go back to a checkpoint from before."
+                f"the step writes to the model on some workers only. They were equal after step {max(0, self._agreed)}: go back to "
+                "a checkpoint of that step or before, and remove those that are newer."
             )
+        self.on_parted(self._agreed)
+        self._agreed = step
         found = carry(comm, self._held.capture, good, parted, self._device)
         if found is not None:
             self._held.restore(found)

@@ -40,7 +40,7 @@ class Keeping:
         self._held, self._comm = held, comm
         self.shelf = Shelf(open_place(url), keep)
         self._saver = Saver(self.shelf, parse(every), held, comm, tell, published)
-        self.wishes, self.give_up = self._saver.wishes, self._saver.give_up
+        self.wishes, self.give_up, self.suspect = self._saver.wishes, self._saver.give_up, self._saver.suspect
 
     def resume(self) -> bool:
         """Collective. Whether there was a checkpoint to resume from."""
@@ -65,6 +65,10 @@ class Keeping:
                 f"worker{'s' if manifest.workers > 1 else ''}; {comm.size} now)."
             )
         return True
+
+    def trust(self, agreed_at: Callable[[int], int]) -> None:
+        """Who knows at which step replicas were equal last."""
+        self._saver.agreed_at = agreed_at
 
     def look(self, now: Moment) -> bool:
         self._saver.prepare()

@@ -76,6 +76,9 @@ class Saver:
         self._owed = False
         self.last_step = -1
         """Of the newest checkpoint that was begun (or resumed from) and not given up."""
+        self.agreed_at: Callable[[int], int] = lambda step: step
+        """The last step, up to this one, at which replicas were known to be equal."""
+        self._suspect: int | None = None
         self.asked = False
         """The user asked for one, at the end of this turn."""
 
@@ -160,6 +163,12 @@ class Saver:
         if error:
             raise NotSaved(error)
 
+    def suspect(self, after: int) -> None:
+        """A replica had parted since step ``after``, and is healed: a new checkpoint is due; when it is there, those since go."""
+        self.give_up()
+        self._suspect = after if self._suspect is None else min(after, self._suspect)
+        self.asked = True
+
     def give_up(self) -> None:
         """Workers have changed: nobody will publish what is being written, and another one is due."""
         if self._writing is not None:
@@ -192,7 +201,8 @@ class Saver:
             return
         self._published(manifest.step, f"{self._shelf.place.url}/{folder}")
         try:
-            self._shelf.tidy(folder)
+            self._shelf.tidy(folder, self.agreed_at(manifest.step), self._suspect)
+            self._suspect = None
         except Exception as error:  # noqa: BLE001
             self._tell(f"older checkpoints in {self._shelf.place.url} could not be removed ({error}); they are tried again later.")
 

@@ -57,10 +57,15 @@ class Shelf:
             raise Damaged(f"{NAME} is of step {manifest.step}: it belongs to another checkpoint")
         return manifest
 
-    def tidy(self, newest: str) -> None:
-        """``newest`` was published: older ones than the ``keep`` newest go, and what was left half-written."""
-        whole = self.whole()
+    def tidy(self, newest: str, agreed: int, suspect: int | None = None) -> None:
+        """``newest`` was published: older ones than the ``keep`` newest go, and what was left half-written.
+
+        The newest one up to step ``agreed``, when replicas were known to be equal, stays in any case. ``suspect``: those after this
+        step, up to ``newest``, may hold a replica's wrong bits, and go.
+        """
+        whole = [slot for slot in self.whole() if slot.folder == newest or suspect is None or slot.step <= suspect]
         keep = {slot.folder for slot in whole[: self._keep]} | {newest}
+        keep |= {slot.folder for slot in [slot for slot in whole if slot.step <= agreed][:1]}
         for slot in self._slots():
             if slot.folder not in keep:
                 self.place.remove(slot.folder)
