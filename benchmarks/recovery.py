@@ -7,8 +7,9 @@ everybody, each from a checkpoint of the last step (written every step, which is
 
 torchft is measured where it is installed. It has no supervisor: this starts a lighthouse and the replicas, and a new process,
 which imports torch first, right after each kill. Its heartbeats are every 5 ms with 50 ms of patience and a quorum is looked for
-every 5 ms, the fastest of the settings that were tried (with its defaults it took seconds). 0.2.0 does not get far: its survivors die too (an AssertionError in DistributedDataParallel) when
-the kill falls into an all-reduce; the nightly of 2026-10-26 has that corrected.
+every 5 ms, the fastest of the settings that were tried (with its defaults it took seconds). 0.2.0 does not get far: its survivors
+die too (an AssertionError in DistributedDataParallel) when the kill falls into an all-reduce; the nightly of 2026-10-26 has that
+corrected.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOME = {
+    "CorruptionError": "lockstep.errors",
     "DistributedDataParallel": "lockstep.ddp",
     "InvariantError": "lockstep.errors",
     "LockstepError": "lockstep.errors",
@@ -23,6 +24,7 @@ _HOME = {
 }
 
 __all__ = [
+    "CorruptionError",
     "DistributedDataParallel",
     "InvariantError",
     "LockstepError",
@@ -36,7 +38,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from lockstep.ddp import DistributedDataParallel
-    from lockstep.errors import InvariantError, LockstepError, PeerError, UsageError
+    from lockstep.errors import CorruptionError, InvariantError, LockstepError, PeerError, UsageError
     from lockstep.replica import replica_of, replicate
     from lockstep.run import Run
     from lockstep.world import World
