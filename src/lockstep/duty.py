@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,13 @@ class Duty(Protocol):
     def look(self, now: Moment) -> bool:
         """Whether there is something to do; called after every step, with the same answer on every worker."""
 
-    def act(self, now: Moment) -> None:
-        """Collective. Called again, with another moment, where a worker was lost meanwhile."""
+    def act(self, now: Moment) -> Any:
+        """Collective; again, with another moment, where a worker was lost. Returns plain data, the same everywhere."""
+
+    def done(self, result: Any) -> None:
+        """The act is over: what this worker remembers of it must depend on the result alone. It may be another worker's, where
+        that one had completed the act and this one had not.
+        """
 
     def end(self, step: int) -> None:
         """A loop has come to its end. Collective."""

@@ -192,7 +192,7 @@ class Loop:
             self._crew.together(self._exchange)
         for duty in self.duties:
             if duty.look(self._moment(turn)):
-                self._crew.together(lambda duty=duty: duty.act(self._moment(turn)))  # type: ignore[misc]
+                duty.done(self._crew.together(lambda duty=duty: duty.act(self._moment(turn))))  # type: ignore[misc]
         wishes = self._moment(turn).wishes
         if any(wish & STOP for wish in wishes):
             if self._crew.session is not None and self._crew.comm.rank == 0:

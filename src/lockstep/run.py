@@ -347,7 +347,7 @@ class Run:
         if keeping is not None and self._undo:
             if sys.exc_info()[0] is None and self._holding.began:
                 with suppress(PeerError):  # others are gone: theirs is not written
-                    keeping.settle()
+                    keeping.finish()
             keeping.give_up()
         while self._undo:
             self._undo.pop()()

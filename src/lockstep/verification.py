@@ -51,20 +51,25 @@ class Verification:
     def look(self, now: Moment) -> bool:
         return now.step % self._every == 0 and self._crew.comm.size > 1
 
-    def act(self, now: Moment) -> None:
-        self.compare(self._crew.comm, now.step)
+    def act(self, now: Moment) -> list[int]:
+        """[the step, that at which all were equal before it, whether they are still]."""
+        return [now.step, self._agreed, int(self.compare(self._crew.comm, now.step))]
+
+    def done(self, result: list[int]) -> None:
+        self._agreed = result[0]
+        if not result[2]:
+            self.on_parted(result[1])
 
     def end(self, step: int) -> None:
         pass
 
-    def compare(self, comm: Comm, step: int) -> None:
-        """Collective. ``CorruptionError`` where no majority agrees."""
+    def compare(self, comm: Comm, step: int) -> bool:
+        """Whether all are equal; afterwards they are. Collective. ``CorruptionError`` where no majority agrees."""
         rows = self._rows()
         mine = hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:32]
         prints = [text.decode() for text in gather_bytes(comm, mine.encode(), "the sum of each replica")]
         if len(set(prints)) == 1:
-            self._agreed = step
-            return
+            return True
         everyone = [json.loads(text) for text in gather_bytes(comm, json.dumps(rows).encode(), "the sums of each replica")]
         (common, count), *_ = Counter(prints).most_common()
         good = prints.index(common)
@@ -77,8 +82,6 @@ class Verification:
                 f"the step writes to the model on some workers only. They were equal after step {max(0, self._agreed)}: go back to "
                 "a checkpoint of that step or before, and remove those that are newer."
             )
-        self.on_parted(self._agreed)
-        self._agreed = step
         found = carry(comm, self._held.capture, good, parted, self._device)
         if found is not None:
             self._held.restore(found)
@@ -89,6 +92,7 @@ class Verification:
                     f"the replica of rank {rank} differed after step {step}, first in {where} (sum {prints[rank]}; {count} others "
                     f"have {common}). It was healed from rank {good}. If this happens again, look at that machine's memory."
                 )
+        return False
 
     def _rows(self) -> list[list[str]]:
         skeleton, tensors, paths = flatten_named(self._held.replicated(), "what replicas hold")

@@ -77,11 +77,12 @@ class Keeping:
     def act(self, now: Moment) -> None:
         self._saver.act(now)
 
+    def done(self, result: Any) -> None:
+        self._saver.done()
+
     def end(self, step: int) -> None:
         """The end of a loop is worth keeping: a resumed run passes it at once."""
-        if self._saver.last_step != step:
-            self._saver.begin(step)
-        self._saver.settle()
+        self._saver.end(step)
 
     def ask(self) -> None:
         """One at the end of this turn."""
@@ -91,6 +92,6 @@ class Keeping:
         """One now. Collective."""
         self._saver.save(step)
 
-    def settle(self) -> None:
-        """Collective."""
-        self._saver.settle()
+    def finish(self) -> None:
+        """The run is over."""
+        self._saver.finish()

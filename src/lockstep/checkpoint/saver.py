@@ -67,6 +67,7 @@ class Saver:
         self._tell, self._published = tell, published
         self._snapshot = Snapshot()
         self._writing: Writing | None = None
+        self._given_up: Writing | None = None
         self._publishing: Behind | None = None
         self._preparing: Behind | None = None
         self._folder, self._step = "", -1
@@ -105,6 +106,9 @@ class Saver:
         if self._must_stop(now):
             self.settle()
 
+    def done(self) -> None:
+        self.asked = False
+
     def _all_wrote(self, now: Moment) -> bool:
         return self._writing is not None and bool(now.wishes) and all(wish & WROTE for wish in now.wishes)
 
@@ -142,23 +146,35 @@ class Saver:
         self._folder, self._step, self._layout, self._failed = folder, step, layout, ""
         self._writing = Writing(self._shelf.place, folder, self._snapshot, index)
         self._began_at = time.monotonic()
-        self.last_step, self.asked, self._owed = step, False, False
+        self.last_step, self._owed = step, False
 
     def settle(self) -> None:
         """Wait until nothing is in flight any more. Collective."""
-        writing = self._writing
-        if writing is not None:
-            while not self._everywhere(writing.wait(_LOOK_S)):
-                pass
+        if self._writing is not None:
+            self._until_all(self._writing)
             self._conclude()
-        publishing = self._publishing
-        while not self._everywhere(publishing is None or publishing.wait(_LOOK_S)):
-            pass
+        self._until_all(self._given_up)
+        self._until_all(self._publishing)
+
+    def finish(self) -> None:
+        """The run is over: wait for what is in flight. Collective where something is, which all know alike."""
+        if self._writing is not None:
+            self.settle()
+        elif self._publishing is not None:
+            self._publishing.wait()
+
+    def end(self, step: int) -> None:
+        """A loop has come to its end: save, unless that was done with its last step. Collective."""
+        texts = gather_bytes(self._comm(), str(self.last_step).encode(), "the last checkpoint")
+        if int(texts[0]) != step:  # not each its own: a newcomer does not know
+            self.begin(step)
+        self.settle()
 
     def save(self, step: int) -> None:
         """One checkpoint, on the storage when this returns; ``NotSaved`` where it is not. Collective."""
         self.begin(step)
         self.settle()
+        self.asked = False
         error = gather_bytes(self._comm(), self._failed.encode(), "whether the checkpoint is there")[0].decode()
         if error:
             raise NotSaved(error)
@@ -173,6 +189,7 @@ class Saver:
         """Workers have changed: nobody will publish what is being written, and another one is due."""
         if self._writing is not None:
             self._writing.give_up()
+            self._given_up = self._writing
             self._writing, self.last_step, self._owed = None, -1, True
 
     def _conclude(self) -> None:
@@ -187,11 +204,11 @@ class Saver:
             self.last_step = -1
             self._fail(failures[0])
             if comm.rank == 0:
-                self._publishing = Behind(lambda: self._shelf.place.remove(self._folder), "remove")
+                self._publishing = Behind(lambda: self._shelf.place.remove(self._folder), "remove", outlives=True)
             return
         if comm.rank == 0:
             manifest = self._manifest(parts)
-            self._publishing = Behind(lambda: self._publish(manifest, self._folder), "publish")
+            self._publishing = Behind(lambda: self._publish(manifest, self._folder), "publish", outlives=True)
 
     def _publish(self, manifest: Manifest, folder: str) -> None:
         try:
@@ -231,5 +248,9 @@ class Saver:
             ),
         )
 
-    def _everywhere(self, flag: bool) -> bool:
-        return all(text == b"1" for text in gather_bytes(self._comm(), b"1" if flag else b"0", "whether all have written"))
+    def _until_all(self, work: Writing | Behind | None) -> None:
+        """Wait until everybody's is over; whoever is through looks now and then, so that a long write does not look like a hang."""
+        while True:
+            mine = b"1" if work is None or work.wait(_LOOK_S) else b"0"
+            if all(text == b"1" for text in gather_bytes(self._comm(), mine, "whether all have written")):
+                return

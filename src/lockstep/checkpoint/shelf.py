@@ -66,8 +66,10 @@ class Shelf:
         whole = [slot for slot in self.whole() if slot.folder == newest or suspect is None or slot.step <= suspect]
         keep = {slot.folder for slot in whole[: self._keep]} | {newest}
         keep |= {slot.folder for slot in [slot for slot in whole if slot.step <= agreed][:1]}
+        this = slot_of(newest)
         for slot in self._slots():
-            if slot.folder not in keep:
+            is_later = this is not None and slot.token > this.token  # somebody is writing it
+            if slot.folder not in keep and not is_later:
                 self.place.remove(slot.folder)
 
     def _slots(self) -> list[Slot]:

@@ -55,6 +55,7 @@ class Snapshot:
         """Get so much memory, and touch it: a page's first touch costs more than the copy into it."""
         if self._memory.numel() >= nbytes and self._memory.is_pinned() == pinned:
             return
+        self._shape = None  # the views are of the old memory
         self._memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
         self._memory[::PAGE] = 0
 

@@ -20,11 +20,12 @@ PIECE_BYTES = 8 << 20
 class Behind:
     """Something done by a thread of its own. ``error`` is what went wrong, in words; empty: nothing."""
 
-    def __init__(self, act: Callable[[], None], what: str) -> None:
+    def __init__(self, act: Callable[[], None], what: str, *, outlives: bool = False) -> None:
+        """``outlives``: the interpreter waits for it before it ends."""
         self.error = ""
         self._act = act
         self._over = threading.Event()
-        threading.Thread(target=self._run, name=f"lockstep-{what}", daemon=True).start()
+        threading.Thread(target=self._run, name=f"lockstep-{what}", daemon=not outlives).start()
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Whether it is over."""
@@ -59,9 +60,8 @@ class Writing:
         return self._behind.wait(timeout_s)
 
     def give_up(self) -> None:
-        """Blocks until the snapshot's memory is free again."""
+        """The snapshot's memory is free again when it ``is_over``: a write, or an fsync, may take its time."""
         self._given_up.set()
-        self._behind.wait()
 
     def part(self) -> dict[str, Any]:
         return {
