@@ -1,0 +1,118 @@
+"""`lockstep checkpoint`: what it prints, and what it says to mistakes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_model
+from torch import nn
+
+from lockstep.__main__ import main
+from tests.checkpoint_jobs import Job
+from tests.models import build
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    job = Job(tmp_path / "place", keep=2)
+    for _ in range(2):
+        job.step()
+        job.save()
+    job.close()
+    return tmp_path / "place"
+
+
+def damage(place: Path, step: int) -> None:
+    (folder,) = place.glob(f"step-{step:09d}-*")
+    (file,) = folder.glob("model-*.safetensors")
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+def test_list_and_verify(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoint", "list", str(place)]) == 0
+    newest, oldest = capfd.readouterr().out.splitlines()
+    assert "step 2, saved " in newest
+    assert "step 1, saved " in oldest
+    assert main(["checkpoint", "verify", str(place)]) == 0
+    damage(place, 2)
+    assert main(["checkpoint", "verify", str(place)]) == 1
+    newest, oldest = capfd.readouterr().out.splitlines()[-2:]
+    assert "damaged: tensor " in newest
+    assert "its checksum differs" in newest
+    assert "whole: " in oldest
+    assert main(["checkpoint", "verify", str(place), "--step", "1"]) == 0
+
+
+def test_export_writes_what_other_programs_load(place: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "model.safetensors"
+    assert main(["checkpoint", "export", str(place), str(tmp_path)]) == 0
+    model = build("mlp")
+    missing, unexpected = load_model(model, target)
+    assert not missing
+    assert not unexpected
+    job = Job(place)
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), job.model.state_dict().values(), strict=True))
+    job.close()
+    assert main(["checkpoint", "export", str(place), str(target)]) == 2
+    assert "is there already" in capfd.readouterr().err
+    damage(place, 2)
+    target.unlink()
+    assert main(["checkpoint", "export", str(place), str(target)]) == 1
+    assert "Choose another with --step" in capfd.readouterr().err
+    assert not target.exists()
+    assert main(["checkpoint", "export", str(place), str(target), "--step", "1"]) == 0
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["model.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "what should be done"),
+        (["lst", "x"], "invalid choice"),
+        (["list"], "required: PLACE"),
+        (["list", "nowhere"], "there is no checkpoint in"),
+        (["verify", "PLACE", "--step", "9"], "there are those of 2, 1"),
+        (["verify", "PLACE", "--stp", "9"], "Did you mean --step"),
+        (["export", "PLACE", "nowhere/model"], "there is no folder nowhere"),
+        (["list", "nosuch://x"], "cannot be reached"),
+    ],
+)
+def test_mistakes_get_a_sentence(arguments: list[str], says: str, place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoint", *(str(place) if each == "PLACE" else each for each in arguments)]) == 2
+    said = capfd.readouterr().err
+    assert said.startswith("lockstep: ")
+    assert said.count("\n") == 1
+    assert says in said
+
+
+def test_listing_needs_no_torch(place: Path) -> None:
+    code = "import sys; from lockstep.__main__ import main; assert main(['checkpoint', 'list', sys.argv[1]]) == 0; "
+    code += "assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code, str(place)], check=True, timeout=60)
+
+
+def test_tied_weights_are_exported_once(tmp_path: Path) -> None:
+    import lockstep
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(10, 4)
+            self.head = nn.Linear(4, 10, bias=False)
+            self.head.weight = self.embedding.weight
+
+    model = Tied()
+    with lockstep.Run(model, torch.optim.SGD(model.parameters(), lr=0.1), lanes=1, checkpoint=tmp_path / "place") as run:
+        run.save()
+    assert main(["checkpoint", "export", str(tmp_path / "place"), str(tmp_path)]) == 0
+    other = Tied()
+    missing, unexpected = load_model(other, tmp_path / "model.safetensors")
+    assert not missing
+    assert not unexpected
+    assert torch.equal(other.head.weight, model.head.weight)
