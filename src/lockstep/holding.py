@@ -37,6 +37,9 @@ class Holding:
         self._agreement = agreement
         self.settings = settings
         """What defines the arithmetic."""
+        self._shapes = {name: buffer.shape for name, buffer in engine.buffers.named()}
+        self.notes: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {}
+        """What others want carried over: how to get it, and how to set it."""
         self._registered: dict[str, Any] = {}
         self._unclaimed: dict[str, Any] = {}
         self.began = False
@@ -79,10 +82,11 @@ class Holding:
             each.load_state_dict(self._unclaimed.pop(name))
 
     def replicated(self) -> dict[str, Any]:
-        """What must have the same bits on every worker."""
+        """What must have the same bits on every worker. Buffers that are not persistent are caches, and each worker's own."""
+        keep = self.persistent()
         return {
             "parameters": {name: param.detach() for name, param in self._engine.named},
-            "buffers": {name: buffer.detach() for name, buffer in self._engine.buffers.named()},
+            "buffers": {name: buffer.detach() for name, buffer in self._engine.buffers.named() if name in keep},
             "objects": dict(zip(self._gates.names(), (each.state_dict() for each in self._gates.objects), strict=True)),
             "registered": {name: each.state_dict() for name, each in self._registered.items()} | self._unclaimed,
         }
@@ -92,6 +96,8 @@ class Holding:
             "loop": self._loop.capture(),
             "evaluations": self._evaluations.kept,
             "trainable": self._engine.trainable(),
+            "notes": {name: get() for name, (get, _) in self.notes.items()},
+            "caches": self._caches(),
             **self.replicated(),
         }
 
@@ -110,9 +116,10 @@ class Holding:
                 if param.data_ptr() != state["parameters"][name].data_ptr():
                     param.copy_(state["parameters"][name])
                 param.requires_grad_(name in state["trainable"])
+            held = {**state["caches"], **state["buffers"]}
             for name, buffer in self._engine.buffers.named():
-                if buffer.data_ptr() != state["buffers"][name].data_ptr():
-                    self._engine.buffers.write(buffer, state["buffers"][name])
+                if name in held and buffer.shape == held[name].shape and buffer.data_ptr() != held[name].data_ptr():
+                    self._engine.buffers.write(buffer, held[name])
         for name, each in zip(self._gates.names(), self._gates.objects, strict=True):
             each.load_state_dict(state["objects"][name])
         self._unclaimed = dict(state["registered"])
@@ -120,7 +127,16 @@ class Holding:
             if name in self._unclaimed:
                 each.load_state_dict(self._unclaimed.pop(name))
         self._evaluations.kept = list(state["evaluations"])
+        for name, value in state["notes"].items():
+            if name in self.notes:
+                self.notes[name][1](value)
         self._loop.restore(state["loop"], joins=not self.began and not resumes)
+
+    def _caches(self) -> dict[str, Tensor]:
+        """Buffers that are not persistent, unless they have changed their shape: then each worker computes its own."""
+        keep = self.persistent()
+        named = {name: buffer.detach() for name, buffer in self._engine.buffers.named() if name not in keep}
+        return {name: buffer for name, buffer in named.items() if buffer.shape == self._shapes.get(name)}
 
     # -- the model's state dict ----------------------------------------------------------------
 

@@ -25,13 +25,13 @@ from lockstep.data.seeding import seed_everything
 from lockstep.data.shard import Redealt, Shard, Step
 from lockstep.duty import Duty, Moment
 from lockstep.elastic.crew import Crew
-from lockstep.errors import UsageError
+from lockstep.errors import PeerError, UsageError
 from lockstep.gates import Gates
 from lockstep.grads.control import CHANGE, STOP
 from lockstep.grads.engine import LaneEngine, Phase
 from lockstep.observe.ledger import Ledger
 from lockstep.observe.log import LaneLog
-from lockstep.plan.samples import lane_seed
+from lockstep.plan.samples import MODEL, lane_seed, sample_seed
 from lockstep.same import require_equal
 
 T = TypeVar("T")
@@ -76,6 +76,8 @@ class Loop:
         self._held: dict[int, list[int]] = {}
         self._closed = False
         self.duties: list[Duty] = []
+        self.exit_code: Callable[[], int] = lambda: 0
+        """Of a worker that was told to end."""
         self._data: dict[str, Any] = {}
         self._resumed_data: dict[str, Any] | None = None
 
@@ -117,6 +119,7 @@ class Loop:
             )
         stage, self._stages = self._stages, self._stages + 1
         if stage < self._stage:
+            self._seed_after(stage)
             return None  # over before this worker joined, or the run was resumed
         self._require_same_data(shard.settings)
         rows = [["argument", name, str(value)] for name, value in shard.settings.items()]
@@ -190,14 +193,18 @@ class Loop:
         """A step is committed, and its turn is over: all workers are here, unless some are gone."""
         if self.step % self._log_every == 0:
             self._crew.together(self._exchange)
+        else:
+            self._crew.acts.skip()
         for duty in self.duties:
             if duty.look(self._moment(turn)):
                 duty.done(self._crew.together(lambda duty=duty: duty.act(self._moment(turn))))  # type: ignore[misc]
+            else:
+                self._crew.acts.skip()
         wishes = self._moment(turn).wishes
         if any(wish & STOP for wish in wishes):
             if self._crew.session is not None and self._crew.comm.rank == 0:
                 self._crew.session.say(type="stopped", step=self.step)
-            raise SystemExit(0)
+            raise SystemExit(self.exit_code())
         if any(wish & CHANGE for wish in wishes):
             self._crew.move()
 
@@ -219,9 +226,13 @@ class Loop:
     def leave(self) -> None:
         if self.turn is not None:
             self._stage, self.position = self.turn.stage + 1, (0, 0)
+            self._seed_after(self.turn.stage)
         self.turn = None
         self.engine.stop()
-        seed_everything(lane_seed(self._seed, self.step, self._lanes))
+
+    def _seed_after(self, stage: int) -> None:
+        """Behind a loop the script draws the same, whether this worker has run it or passed it."""
+        seed_everything(sample_seed(self._seed, stage, 1, MODEL))
 
     def gather_counts(self, counts: Sequence[int]) -> tuple[int, ...]:
         mine = json.dumps(list(counts)).encode()
@@ -233,12 +244,12 @@ class Loop:
         return tuple(self._or_redeal(gather))
 
     def _or_redeal(self, act: Callable[[], T]) -> T:
-        """A collective act inside the loader: after a recovery the step is dealt again instead."""
-        before = self._crew.generation
-        found = self._crew.together(lambda: act() if self._crew.generation == before else None)
-        if self._crew.generation != before:
-            raise Redealt
-        return found  # type: ignore[return-value]
+        """A collective act inside the loader: after a recovery the step is dealt again instead, on every worker."""
+        try:
+            return act()
+        except PeerError as error:
+            self._crew.recover(error)
+            raise Redealt from None
 
     def _exchange(self) -> None:
         self._log.exchange(self._crew.comm)
@@ -273,6 +284,7 @@ class Loop:
             if self._ledger is not None:
                 self._ledger.commits(self.step, self._crew.generation)
             self.step += 1
+            self._crew.acts.start_over()
             self.samples += sum(turn.step.counts)
             self.position = (turn.step.epoch + 1, 0) if turn.step.ends_epoch else (turn.step.epoch, turn.step.index + 1)
 

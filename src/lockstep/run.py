@@ -114,6 +114,7 @@ class Run:
             if verify_every:
                 self._verification = Verification(self._holding, self._crew, self.device, verify_every)
                 self._loop.duties.append(self._verification)
+                self._holding.notes["verified"] = (self._verification.agreed, self._verification.resumed)
             if checkpoint is not None:
                 self._keep(checkpoint, every, keep)
             self.engine.settings, self.engine.on_averaged = self.gates.settings, self._loop.averaged
@@ -329,8 +330,10 @@ class Run:
         self._loop.duties.append(keeping)
         if self._verification is not None:
             keeping.trust(self._verification.agreed_at)
+            keeping.on_resumed = self._verification.resumed
             self._verification.on_parted = keeping.suspect
         if crew.session is None:
+            self._loop.exit_code = keeping.exit_code
             self._sigterm = Sigterm()
             self._undo.append(self._sigterm.close)
 
@@ -347,7 +350,7 @@ class Run:
         if keeping is not None and self._undo:
             if sys.exc_info()[0] is None and self._holding.began:
                 with suppress(PeerError):  # others are gone: theirs is not written
-                    keeping.finish()
+                    keeping.finish(self.step)
             keeping.give_up()
         while self._undo:
             self._undo.pop()()

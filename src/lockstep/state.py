@@ -77,7 +77,7 @@ def buffer_of(tensor: Tensor) -> Any:
 def _pack(value: Any, name: str, at: Path, found: list[tuple[Path, Tensor]]) -> Any:
     if isinstance(value, Tensor):
         found.append((at, value))
-        return {"tensor": [len(found) - 1, dtype_name(value.dtype), list(value.shape), str(value.device)]}
+        return {"tensor": [len(found) - 1, dtype_name(value.dtype), list(value.shape), value.device.type]}
     if isinstance(value, float):
         return {"float": value.hex()}
     if isinstance(value, _PLAIN) and not type(value).__module__.startswith("numpy"):

@@ -44,12 +44,22 @@ class Verification:
         self.on_parted: Callable[[int], None] = lambda agreed: None
         """Called on every worker when a replica was healed, with the last step at which all had been equal."""
 
+    def resumed(self, step: int) -> None:
+        """What this worker holds now is what all held at ``step``, when they were equal."""
+        self._agreed = step
+
+    def agreed(self) -> int:
+        return self._agreed
+
     def agreed_at(self, step: int) -> int:
         """The last step, up to ``step``, at which replicas were known to be equal; a lone one always is."""
         return step if self._crew.comm.size == 1 else self._agreed
 
     def look(self, now: Moment) -> bool:
-        return now.step % self._every == 0 and self._crew.comm.size > 1
+        if self._crew.comm.size == 1:
+            self._agreed = now.step
+            return False
+        return now.step % self._every == 0
 
     def act(self, now: Moment) -> list[int]:
         """[the step, that at which all were equal before it, whether they are still]."""

@@ -119,6 +119,25 @@ def test_sigterm_saves_and_exits_with_0_and_the_same_command_goes_on(workers: in
     assert f"resumed at step {step} from {place}" in second.output
 
 
+def test_sigterm_to_every_process_saves_too(expected: str, tmp_path: Path) -> None:
+    """As a batch system does it: to the workers and their loaders, and not through the agent."""
+    place = tmp_path / "place"
+    first = Started(tmp_path / "first", place, 2, RESUME_EVERY="10h", RESUME_LOADERS="1")
+    first.until_step(11)
+    workers = [int(note.read_text()) for note in first.folder.glob("pid-*")]
+    for pid in [*workers, *(child for worker in workers for child in children_of(worker))]:
+        os.kill(pid, signal.SIGTERM)
+    assert first.wait(20) == 0, first.output
+    (step,) = saved_steps(place)
+    second = Started(tmp_path / "second", place, 3, RESUME_EVERY="10h")
+    assert second.result() == expected
+    assert f"resumed at step {step} from {place}" in second.output
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
 def test_sigterm_without_a_place_ends_as_before(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.read_text().replace("checkpoint=place, ", ""))

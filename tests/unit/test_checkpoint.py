@@ -20,9 +20,11 @@ import lockstep
 from lockstep.checkpoint.manifest import NAME, Manifest
 from lockstep.checkpoint.place import open_place
 from lockstep.checkpoint.shelf import Shelf
+from lockstep.comm.base import Comm
 from lockstep.errors import UsageError
 from lockstep.state import digest, flatten
 from tests.models import build
+from tests.threads import on_threads
 
 
 @pytest.fixture(autouse=True)
@@ -64,8 +66,9 @@ def train(
     with lockstep.Run(model, opt, sched, lanes=4, checkpoint=place, every=every, **options) as run:
         run.register("ema", ema)
         for loop in range(2):
+            noise = torch.rand(()) * loop  # drawn between loops, one of which may be passed
             for x, y in run.shard(data(), global_batch=8, shuffle=True, epochs=2 - loop):
-                x = x + torch.rand(()) * 0.1
+                x = x + torch.rand(()) * 0.1 + noise
                 F.cross_entropy(model(x), y).backward()
                 opt.step()
                 sched.step()
@@ -124,6 +127,72 @@ def test_epochs_seconds_and_wishes_of_the_user(tmp_path: Path) -> None:
             if run.every(2):
                 run.save()
     assert [slot.step for slot in Shelf(open_place(tmp_path / "own")).whole()] == [5, 4, 2]
+
+
+def test_what_was_asked_for_is_saved_also_when_the_loop_is_left_at_once(tmp_path: Path) -> None:
+    model = build("mlp")
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    with lockstep.Run(model, opt, lanes=2, checkpoint=tmp_path, every="1h") as run:
+        for x, y in run.shard(data(), global_batch=8):
+            F.cross_entropy(model(x), y).backward()
+            opt.step()
+            if run.every(3):
+                run.save()
+                break
+    assert [slot.step for slot in Shelf(open_place(tmp_path)).whole()] == [3]
+
+
+class Caching(nn.Module):
+    """Grows a cache with what it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(12, 4)
+        self.register_buffer("cache", torch.zeros(1), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(self.cache) < 8:
+            self.cache = torch.arange(8.0)
+        return self.body(x) + self.cache[0]
+
+
+def test_a_cache_that_grows_is_each_workers_own(tmp_path: Path) -> None:
+    assert train(tmp_path, 7, Caching()) == ""
+    assert train(tmp_path, None, Caching()).startswith("15 ")
+
+
+def test_workers_that_hold_different_things_are_told(tmp_path: Path) -> None:
+    def body(comm: Comm) -> str:
+        torch.manual_seed(0)
+        model = build("mlp")
+        run = lockstep.Run(model, torch.optim.SGD(model.parameters(), lr=0.1), lanes=2, comm=comm, checkpoint=tmp_path)
+        if run.is_main:
+            run.register("ema", Ema())
+        try:
+            run.save()
+        except UsageError as error:
+            return str(error)
+        finally:
+            run.close()
+        return ""
+
+    for said in on_threads(2, body):
+        assert "rank 0 and rank 1 hold different state at step 0" in said
+
+
+def test_two_ranks_write_parts_of_one_checkpoint(tmp_path: Path) -> None:
+    def body(comm: Comm) -> str:
+        torch.manual_seed(0)
+        model = build("mlp")
+        run = lockstep.Run(model, torch.optim.SGD(model.parameters(), lr=0.1), lanes=2, comm=comm, checkpoint=tmp_path)
+        run.save()
+        run.close()
+        return digest(*flatten(model.state_dict(), "x")).hex()
+
+    first, second = on_threads(2, body)
+    assert first == second
+    files = {path.name for path in newest(tmp_path).iterdir()}
+    assert {"model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"} <= files
 
 
 def newest(place: Path) -> Path:

@@ -27,6 +27,7 @@ from lockstep.plan.membership import (
     Scaled,
     Spawn,
     State,
+    Stop,
     Tick,
     begin,
     decide,
@@ -155,7 +156,7 @@ def test_the_end_of_the_script_everywhere_ends_the_run_well() -> None:
     state, actions = play(running(2), Finished(0), Died(0, "exited with code 0"))
     assert actions == []
     _, actions = play(state, Finished(1), Died(1, "exited with code 0"))
-    assert actions == [End(0, "all workers have finished")]
+    assert actions[-1] == End(0, "all workers have finished")
 
 
 def test_a_latecomer_is_dismissed_when_the_run_is_over() -> None:
@@ -245,3 +246,16 @@ def test_where_all_members_are_late_none_is_killed_for_long() -> None:
     state, _, _ = decide(state, Ready(0, 0, 5), 100.0)
     assert decide(state, Tick(), 129.0)[1] == ()
     assert [action.worker for action in decide(state, Tick(), 131.0)[1]] == [1]
+
+
+def test_where_all_want_to_leave_they_are_stopped_together() -> None:
+    """So that they can save."""
+    state, actions = play(running(2), Leaving(0))
+    assert actions == [Change((0, 1), 0)]
+    late, actions = play(state, Leaving(1))
+    assert actions == [Stop((0, 1))]
+    state, _ = play(late, Ready(0, 0, 5))
+    state, actions = play(state, Ready(1, 0, 5))  # they had heard of the change before
+    assert actions == [Form(1, (0, 1)), Stop((0, 1))]
+    state, actions = play(state, Finished(0), Finished(1), Died(0, "exited with code 0"), Died(1, "exited with code 0"))
+    assert actions[-1] == End(0, "all workers have finished")

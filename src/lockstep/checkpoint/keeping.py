@@ -38,6 +38,7 @@ class Keeping:
         if not isinstance(keep, int) or keep < 1:
             raise UsageError(f"keep={keep!r} is no number of checkpoints. Keep 1 or more.")
         self._held, self._comm = held, comm
+        self.on_resumed: Callable[[int], None] = lambda step: None
         self.shelf = Shelf(open_place(url), keep)
         self._saver = Saver(self.shelf, parse(every), held, comm, tell, published)
         self.wishes, self.give_up, self.suspect = self._saver.wishes, self._saver.give_up, self._saver.suspect
@@ -56,9 +57,10 @@ class Keeping:
                 raise
             raise UsageError(
                 f"the checkpoint of step {manifest.step} in {self.shelf.place.url} does not fit this run ({type(error).__name__}: "
-                f"{str(error).splitlines()[0][:200]}). Pass the objects that were saved, or name another place."
+                f"{str(error)[:200]}). Pass the objects that were saved, or name another place."
             ) from error
         self._saver.last_step = manifest.step
+        self.on_resumed(manifest.step)
         if comm.rank == 0:
             tell(
                 f"resumed at step {manifest.step} from {self.shelf.place.url} (saved {manifest.made} by {manifest.workers} "
@@ -72,6 +74,7 @@ class Keeping:
 
     def look(self, now: Moment) -> bool:
         self._saver.prepare()
+        self._saver.hear(now)
         return self._saver.is_due(now)
 
     def act(self, now: Moment) -> None:
@@ -92,6 +95,10 @@ class Keeping:
         """One now. Collective."""
         self._saver.save(step)
 
-    def finish(self) -> None:
+    def finish(self, step: int) -> None:
         """The run is over."""
-        self._saver.finish()
+        self._saver.finish(step)
+
+    def exit_code(self) -> int:
+        """Of a worker that was told to end and has nobody above it who knows: 143, where its state is not saved."""
+        return 143 if self._saver.has_failed else 0

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,6 +18,7 @@ NAME = "manifest.json"
 INDEX = "model.safetensors.index.json"
 FORMAT = "lockstep checkpoint 1"
 _MOST_DIMENSIONS = 64
+_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 @dataclass(frozen=True)
@@ -86,14 +89,16 @@ class Manifest:
     def _require_sense(self) -> None:
         """Every value is of its kind, and no number would allocate or seek beyond the files."""
         words = (self.made, self.torch, *self.model, *self.aliases, *self.aliases.values(), *(t.name for t in self.tensors))
-        if not all(type(word) is str for word in words) or type(self.settings) is not dict:
+        if not all(type(word) is str and word.isprintable() for word in words) or type(self.settings) is not dict:
             raise ValueError("something that must be text is not")
         for name, file in self.files.items():
-            if "/" in name or name.startswith(".") or not _are_counts(file.bytes, file.head) or file.head > file.bytes:
+            if not _FILE.fullmatch(name) or not _are_counts(file.bytes, file.head) or file.head > file.bytes:
                 raise ValueError(f"file {name!r}")
         for tensor in self.tensors:
             if tensor.dtype not in ITEM_BYTES or len(tensor.shape) > _MOST_DIMENSIONS or not _are_counts(*tensor.shape):
                 raise ValueError(f"tensor {tensor.name!r}")
+            if math.prod(max(1, extent) for extent in tensor.shape) >= 1 << 60:
+                raise ValueError(f"tensor {tensor.name!r} has too many elements")
             if not _are_counts(tensor.begin) or tensor.begin + tensor.bytes > self.files[tensor.file].bytes:
                 raise ValueError(f"tensor {tensor.name!r} lies outside its file")
         if sum(tensor.bytes for tensor in self.tensors) > sum(file.bytes for file in self.files.values()):

@@ -37,7 +37,7 @@ def find_and_read(
             found = _read(shelf, slot, into, settings)
         except Damaged as damage:
             problem = str(damage)
-        problems = gather_bytes(comm, problem.encode(), "whether the checkpoint is whole")
+        problems = gather_bytes(comm, problem.encode(errors="backslashreplace"), "whether the checkpoint is whole")
         bad = next((f"{text.decode()} (seen by rank {rank})" for rank, text in enumerate(problems) if text), None)
         if bad is None:
             assert found is not None
@@ -66,7 +66,7 @@ def _read(shelf: Shelf, slot: Slot, into: Mapping[str, Tensor], settings: Mappin
         state = unflatten(json.dumps(manifest.skeleton), [tensors[number] for number in range(len(manifest.tensors))])
         if not isinstance(state, dict):
             raise TypeError("the state is no dict")
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError, ArithmeticError) as error:
         raise Damaged(f"its skeleton cannot be read ({type(error).__name__}: {str(error)[:120]})") from None
     return manifest, state
 

@@ -10,6 +10,7 @@ One is in flight at most: where the next is due before, training waits. A change
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from collections.abc import Callable
@@ -25,8 +26,8 @@ from lockstep.checkpoint.writing import Behind, Writing
 from lockstep.comm.base import Comm
 from lockstep.comm.exchange import gather_bytes
 from lockstep.duty import Moment
-from lockstep.errors import LockstepError
-from lockstep.grads.control import SAVE, STOP, WROTE
+from lockstep.errors import LockstepError, UsageError
+from lockstep.grads.control import PUBLISHED, SAVE, STOP, WROTE
 from lockstep.plan.cadence import Cadence
 
 _LOOK_S = 1.0
@@ -80,22 +81,39 @@ class Saver:
         self.agreed_at: Callable[[int], int] = lambda step: step
         """The last step, up to this one, at which replicas were known to be equal."""
         self._suspect: int | None = None
+        self._suspects: int | None = None
+        """Checkpoints after this step may hold wrong bits, and go when the next one is there; and the one in flight is that one."""
+        self._unconfirmed = False
+        """All parts are written, and nobody has heard yet that rank 0 has published them."""
         self.asked = False
         """The user asked for one, at the end of this turn."""
 
     # -- what the others hear ----------------------------------------------------------------
 
     def wishes(self) -> int:
+        told = 0
+        if self._unconfirmed and self._publishing is not None and self._publishing.wait(0):
+            told = PUBLISHED
         late = self._owed or (self._comm().rank == 0 and self._cadence.is_late(time.monotonic() - self._began_at))
-        return (SAVE if late and self._writing is None else 0) | (
-            WROTE if self._writing is not None and self._writing.is_over else 0
-        )
+        if self._writing is None:
+            return told | (SAVE if late else 0)
+        return told | (WROTE if self._writing.is_over else 0)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the last one that was begun is not there."""
+        return bool(self._failed)
 
     # -- between two steps ---------------------------------------------------------------------
 
     def is_due(self, now: Moment) -> bool:
         """Whether there is something to do together; the same on every worker."""
         return self._all_wrote(now) or self._wants_save(now) or self._must_stop(now)
+
+    def hear(self, now: Moment) -> None:
+        """After every step."""
+        if any(wish & PUBLISHED for wish in now.wishes):
+            self._unconfirmed = False
 
     def act(self, now: Moment) -> None:
         """Collective."""
@@ -137,9 +155,8 @@ class Saver:
         if self._preparing is not None:
             self._preparing.wait()
         comm = self._comm()
-        mine = new_folder(step).encode() if comm.rank == 0 else b""
-        folder = gather_bytes(comm, mine, f"the name of the checkpoint of step {step}")[0].decode()
         layout = lay_out_state(self._whole.capture(), self._whole.persistent(), comm.size)
+        folder = self._agree(comm, layout, step)
         metadata = {"format": "pt"}
         self._snapshot.take(layout.tensors, layout.names, [(file, ns, metadata) for file, ns in layout.parts[comm.rank]])
         index = layout.index() if comm.rank == 0 else None
@@ -147,6 +164,7 @@ class Saver:
         self._writing = Writing(self._shelf.place, folder, self._snapshot, index)
         self._began_at = time.monotonic()
         self.last_step, self._owed = step, False
+        self._suspects, self._suspect = self._suspect, None
 
     def settle(self) -> None:
         """Wait until nothing is in flight any more. Collective."""
@@ -155,9 +173,13 @@ class Saver:
             self._conclude()
         self._until_all(self._given_up)
         self._until_all(self._publishing)
+        self._unconfirmed = False
 
-    def finish(self) -> None:
+    def finish(self, step: int) -> None:
         """The run is over: wait for what is in flight. Collective where something is, which all know alike."""
+        if self.asked:
+            self.begin(step)
+            self.done()
         if self._writing is not None:
             self.settle()
         elif self._publishing is not None:
@@ -190,7 +212,9 @@ class Saver:
         if self._writing is not None:
             self._writing.give_up()
             self._given_up = self._writing
-            self._writing, self.last_step, self._owed = None, -1, True
+        if self._writing is not None or self._unconfirmed:  # rank 0 may be gone before it has published
+            self._writing, self._unconfirmed, self.last_step, self._owed = None, False, -1, True
+            self._suspect_again()
 
     def _conclude(self) -> None:
         """All parts are written, or have failed: rank 0 publishes. Collective."""
@@ -202,10 +226,12 @@ class Saver:
         failures = [f"rank {rank}: {part['error']}" for rank, part in enumerate(parts) if part["error"]]
         if failures:
             self.last_step = -1
+            self._suspect_again()
             self._fail(failures[0])
             if comm.rank == 0:
                 self._publishing = Behind(lambda: self._shelf.place.remove(self._folder), "remove", outlives=True)
             return
+        self._unconfirmed = True
         if comm.rank == 0:
             manifest = self._manifest(parts)
             self._publishing = Behind(lambda: self._publish(manifest, self._folder), "publish", outlives=True)
@@ -218,8 +244,7 @@ class Saver:
             return
         self._published(manifest.step, f"{self._shelf.place.url}/{folder}")
         try:
-            self._shelf.tidy(folder, self.agreed_at(manifest.step), self._suspect)
-            self._suspect = None
+            self._shelf.tidy(folder, self.agreed_at(manifest.step), self._suspects)
         except Exception as error:  # noqa: BLE001
             self._tell(f"older checkpoints in {self._shelf.place.url} could not be removed ({error}); they are tried again later.")
 
@@ -227,7 +252,7 @@ class Saver:
         place = self._shelf.place.url
         self._failed = f"the checkpoint of step {self._step} in {place} was not written: {why}"
         if self._comm().rank == 0:
-            self._tell(f"{self._failed}. Training goes on; the checkpoint before it is as it was.")
+            self._tell(f"{self._failed}. The checkpoint before it is as it was.")
 
     def _manifest(self, parts: list[dict[str, Any]]) -> Manifest:
         layout = self._layout
@@ -247,6 +272,25 @@ class Saver:
                 Stored(**{**stored[number], "shape": tuple(stored[number]["shape"])}) for number in range(len(layout.names))
             ),
         )
+
+    def _agree(self, comm: Comm, layout: Layout, step: int) -> str:
+        """The folder's name, from rank 0; all must be about to write parts of the same."""
+        shown = [[name, str(t.dtype), list(t.shape)] for name, t in zip(layout.names, layout.tensors, strict=True)]
+        mine = {"folder": new_folder(step), "holds": hashlib.sha256(json.dumps([shown, layout.parts]).encode()).hexdigest()}
+        texts = gather_bytes(comm, json.dumps(mine).encode(), f"the name of the checkpoint of step {step}")
+        first, *others = map(json.loads, texts)
+        for rank, other in enumerate(others, 1):
+            if other["holds"] != first["holds"]:
+                raise UsageError(
+                    f"rank 0 and rank {rank} hold different state at step {step}: other tensors, or of other shapes. Register the "
+                    "same objects on every worker, under the same names, whatever its rank."
+                )
+        return str(first["folder"])
+
+    def _suspect_again(self) -> None:
+        """The checkpoint that was to replace suspect ones is not there."""
+        known = [step for step in (self._suspect, self._suspects) if step is not None]
+        self._suspect = min(known, default=None)
 
     def _until_all(self, work: Writing | Behind | None) -> None:
         """Wait until everybody's is over; whoever is through looks now and then, so that a long write does not look like a hang."""

@@ -12,6 +12,7 @@ Loader processes see the current turn in shared memory and do not begin on a req
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from multiprocessing import RawValue
 from typing import Any
@@ -44,6 +45,7 @@ class Feed:
             pin_memory=torch.cuda.is_available() if pin_memory is None else pin_memory,
             prefetch_factor=prefetch_factor if num_workers else None,
             generator=torch.Generator(),  # without one it would draw from the global generator
+            worker_init_fn=_outlive_one_sigterm if num_workers else None,
         )
         self._answers: Any = None
 
@@ -107,6 +109,18 @@ class _Answers(Dataset[Any]):
             return turn, ended, self._fetch(request)
         except StopIteration as error:
             raise RuntimeError("the dataset raised StopIteration, which would pass for the end of the last epoch") from error
+
+
+def _outlive_one_sigterm(number: int) -> None:
+    """In a loader's process. A SIGTERM to the whole group is for its parent, which wants to finish the step, and save.
+
+    The second one is heeded: at the end torch asks once, and multiprocessing again.
+    """
+
+    def handle(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    signal.signal(signal.SIGTERM, handle)
 
 
 def _as_it_is(answer: Any) -> Any:

@@ -12,23 +12,21 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
 
 from lockstep.comm.base import Comm
 from lockstep.comm.choose import open_comm
+from lockstep.elastic.acts import Acts
 from lockstep.elastic.session import Generation, Session
-from lockstep.elastic.transfer import Place, Verdict, align
+from lockstep.elastic.transfer import Place, align
 from lockstep.errors import PeerError
 from lockstep.grads.control import CHANGE, STOP
 from lockstep.launch import worker
 from lockstep.world import Line, World
 
 T = TypeVar("T")
-_REMEMBERED = 8
-"""Generations whose end is remembered, for those who could not enter the next ones."""
 
 
 class Holder(Protocol):
@@ -69,10 +67,8 @@ class Crew:
         self._timeout_s = timeout_s if line is None else min(timeout_s, line.hang_timeout_s)
         self._most = most or (line.start_size if line is not None else 0)
         self._holder: Holder | None = None
-        self._result: Any
         self._holds_state = False
-        self._place, self._result = Place(), None
-        self._verdicts: dict[int, Verdict] = {}
+        self.acts = Acts()
         self.generation = 0
         self.session = Session(line, self._abort) if line is not None else None
         if self.session is None:
@@ -88,7 +84,7 @@ class Crew:
         """Workers that somebody else brought together: one generation, for ever."""
         crew = Crew.__new__(Crew)
         crew.comm, crew.session, crew.generation, crew.start_size = comm, None, 0, comm.size
-        crew._place, crew._result = Place(), None
+        crew.acts = Acts()
         return crew
 
     def begin(self, holder: Holder) -> None:
@@ -108,21 +104,19 @@ class Crew:
 
         The result must be plain data (state.py), the same on every worker.
         """
-        entered, number = self._place.generation, self._place.acts
         while True:
+            self.acts.enter()
+            site = self.acts.inside
             try:
                 result = act()
             except PeerError as error:
                 if self.session is None:
                     raise
                 self.recover(error)
-                verdict = self._verdicts[entered]
-                if verdict.acts > number:
-                    return cast(T, verdict.result)
-                entered, number = self._place.generation, self._place.acts
+                if self.acts.passed >= site:
+                    return cast(T, self.acts.results[site])
             else:
-                self._place = replace(self._place, acts=self._place.acts + 1)
-                self._result = result
+                self.acts.complete(result)
                 return result
 
     def recover(self, error: PeerError) -> None:
@@ -174,18 +168,18 @@ class Crew:
         assert holder is not None
         self.comm = comm
         holder.rebind(comm)
-        mine = replace(self._place, steps=self._steps())
-        aligned = align(comm, mine, holder.capture, self._result, self._verdicts, self._device)
+        mine = Place(self._steps(), self.acts.passed, self.acts.inside)
+        aligned = align(comm, mine, holder.capture, self.acts.results, self._device)
         if aligned.state is not None:
             holder.restore(aligned.state)
+            # A newcomer comes to where the others are; one that missed a commit is in the turn of that commit, before all sites.
+            self.acts.start_over(aligned.passed if mine.steps < 0 else 0)
         elif not self._holds_state:
             holder.agree()
+        if aligned.is_told:
+            self.acts.complete(aligned.result)
         self._holds_state = True
         self.generation = generation.number
-        self._verdicts = {k: v for k, v in self._verdicts.items() if k > mine.generation - _REMEMBERED}
-        self._verdicts[mine.generation] = aligned.verdict
-        self._place = Place(generation=generation.number, since=generation.number if mine.since < 0 else mine.since)
-        self._result = None
 
     def _steps(self) -> int:
         return self._holder.committed_steps if self._holder is not None and self._holds_state else -1

@@ -15,31 +15,23 @@ from lockstep.state import empty_tensors, flatten, unflatten
 
 @dataclass(frozen=True)
 class Place:
-    """How far a worker is: steps committed (-1: it holds nothing), and collective acts completed in the generation it entered last.
-
-    ``since``: the first generation it entered; -1: none.
-    """
+    """How far a worker is: steps committed (-1: it holds nothing), sites passed since (elastic/acts.py), and the one it is at."""
 
     steps: int = -1
-    generation: int = -1
-    acts: int = 0
-    since: int = -1
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """How a generation ended: the acts that at least one of its members had completed, and what the last of them gave."""
-
-    acts: int
-    result: Any = None
+    passed: int = 0
+    inside: int = 0
 
 
 @dataclass(frozen=True)
 class Aligned:
-    """``state``: where this worker was behind a commit, that of one that was not. ``verdict``: on the generation it comes from."""
+    """``state``: where this worker was behind a commit, that of one that was not, which had passed ``passed`` sites since.
+    ``is_told``: another had completed the act that this one is in, with ``result``.
+    """
 
-    verdict: Verdict
     state: Any = None
+    passed: int = 0
+    is_told: bool = False
+    result: Any = None
 
 
 def send(comm: Comm, state: Any, source: int, device: torch.device) -> None:
@@ -67,43 +59,32 @@ def carry(comm: Comm, value: Callable[[], Any], source: int, to: Sequence[int], 
     return None
 
 
-def align(
-    comm: Comm, mine: Place, state: Callable[[], Any], result: Any, verdicts: Mapping[int, Verdict], device: torch.device
-) -> Aligned:
-    """All ranks: bring those that are behind to the greatest committed step, and tell all how their last generation ended.
+def align(comm: Comm, mine: Place, state: Callable[[], Any], results: Mapping[int, Any], device: torch.device) -> Aligned:
+    """All ranks: bring those that are behind to the greatest committed step, and those out of an act that another has completed.
 
-    ``state()`` captures this worker's, where others need it; ``result`` is what its last act gave. Nobody can be more than one
-    act behind in a generation: to complete one, all must have come to it. A worker that did not get as far as to enter the
-    latest generation hears from one that did (``verdicts``), and was in the same one before.
+    ``state()`` captures this worker's, where others need it; ``results`` are those of its acts since the last commit.
     """
     everyone = places(comm, mine)
     steps = max(place.steps for place in everyone)
     behind = [rank for rank, place in enumerate(everyone) if place.steps < steps]
-    received = None
+    aligned = Aligned()
     if behind:
-        received = carry(comm, state, _first(everyone, lambda place: place.steps == steps), behind, device)
-    latest = max(place.generation for place in everyone)
-    acts = max(place.acts for place in everyone if place.generation == latest)
-    missing = [rank for rank, place in enumerate(everyone) if place.generation == latest and place.acts < acts]
-    verdict = Verdict(acts, result)
-    if missing:
-        source = _first(everyone, lambda place: place.generation == latest and place.acts == acts)
-        given = carry(comm, lambda: result, source, missing, device)
-        verdict = Verdict(acts, given if comm.rank in missing else result)
-    elsewhere = [rank for rank, place in enumerate(everyone) if 0 <= place.generation < latest]
-    if elsewhere:
-        oldest = min(everyone[rank].generation for rank in elsewhere)
-        source = _first(everyone, lambda place: place.generation == latest and place.since <= oldest)
-        known = {number: [each.acts, each.result] for number, each in verdicts.items() if number >= oldest}
-        told = carry(comm, lambda: known, source, elsewhere, device)
-        if told is not None:
-            verdict = Verdict(*told[mine.generation])
-    return Aligned(verdict, received)
+        source = _first(everyone, lambda place: place.steps == steps)
+        aligned = Aligned(carry(comm, state, source, behind, device), everyone[source].passed)
+    abreast = [place for place in everyone if place.steps == steps]
+    for site in sorted({place.inside for place in abreast if place.inside}):
+        if max(place.passed for place in abreast) >= site:
+            inside = [rank for rank, place in enumerate(everyone) if place.steps == steps and place.inside == site]
+            source = _first(everyone, lambda place, site=site: place.steps == steps and place.passed >= site)  # type: ignore[misc]
+            result = carry(comm, lambda site=site: results.get(site), source, inside, device)  # type: ignore[misc]
+            if comm.rank in inside:
+                aligned = Aligned(is_told=True, result=result)
+    return aligned
 
 
 def places(comm: Comm, mine: Place) -> list[Place]:
     """Everybody's, by rank."""
-    everyone = torch.zeros(comm.size, 4, dtype=torch.int64)
+    everyone = torch.zeros(comm.size, 3, dtype=torch.int64)
     comm.all_gather(everyone, torch.tensor(astuple(mine)), "how far each has come").wait()
     return [Place(*row) for row in everyone.tolist()]
 

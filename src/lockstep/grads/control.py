@@ -24,6 +24,8 @@ SAVE = 8
 """A checkpoint is due, by my clock."""
 WROTE = 16
 """My part of the checkpoint in flight is written, or has failed."""
+PUBLISHED = 64
+"""The last checkpoint is there, or has failed: I am rank 0, who sees to that."""
 STOP = 32
 """The run was told to end: save, and leave after the same step."""
 

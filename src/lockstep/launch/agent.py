@@ -57,6 +57,7 @@ class Agent:
         self._door = Door(run_dir.address, self._selector, self._asked)
         self._state, self._first_actions, _ = plan.begin(settings.size, settings.policy)
         self._ranks: dict[int, int] = {id: id for id in range(settings.size)}
+        self._took_part: set[int] = set()
         self._later: list[tuple[float, tuple[int, ...]]] = []  # (when, workers) to spawn
         self._kills: dict[int, float] = {}  # worker -> when
         self._verdict = Verdict(self._console)
@@ -133,7 +134,7 @@ class Agent:
             goes_on = f" The newest checkpoint is of step {self._saved[0]} ({self._saved[1]}); the same command goes on from it."
         if self._stopped_by is not None:
             code, why = _STOPS[signal.Signals(self._stopped_by)], f"stopped by {signal.Signals(self._stopped_by).name}"
-            if self._saved is not None and self._stopped_at == self._saved[0] and not self._verdict.codes():
+            if self._saved is not None and self._stopped_at == self._saved[0] and not self._bad_codes():
                 code, why = 0, f"{why} at step {self._stopped_at}, which is saved"
             if goes_on:
                 self._console.say(f"{why}.{goes_on}")
@@ -169,6 +170,10 @@ class Agent:
         if isinstance(event, plan.Finished):
             self._verdict.finished(worker)
         self._decide(event)
+
+    def _bad_codes(self) -> list[int]:
+        """Of those that took part: one that was still starting is ended by our own signal."""
+        return [code for id, code in self._verdict.codes().items() if id in self._took_part]
 
     def _note(self, worker: int, packet: packets.Packet) -> None:
         """What a worker tells us for the record."""
@@ -274,6 +279,9 @@ class Agent:
                 case plan.Change():
                     for id in action.workers:
                         self._fleet.send(id, {"type": "change", "generation": action.generation})
+                case plan.Stop():
+                    for id in action.workers:
+                        self._fleet.send(id, {"type": "stop"})
                 case plan.Spawn():
                     if not self._is_stopping():
                         self._later.append((time.monotonic() + action.delay_s, action.workers))
@@ -297,6 +305,7 @@ class Agent:
         if action.number > 0:
             self._console.say(why)
         self._verdict.new_incident()
+        self._took_part |= set(action.members)
         packet = {"type": "generation", "number": action.number, "members": action.members}
         for id in action.members:
             self._fleet.send(id, packet)

@@ -33,9 +33,9 @@ class Verdict:
         if code != 0:
             self._codes.setdefault(worker, code)
 
-    def codes(self) -> list[int]:
-        """Those of workers that ended badly in this incident."""
-        return list(self._codes.values())
+    def codes(self) -> dict[int, int]:
+        """Of workers that ended badly in this incident."""
+        return dict(self._codes)
 
     def has_told(self, worker: int) -> bool:
         """Whether it said itself how its script ended."""

@@ -173,6 +173,13 @@ class Change:
 
 
 @dataclass(frozen=True)
+class Stop:
+    """They all are to end after the same step, and save."""
+
+    workers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Spawn:
     workers: tuple[int, ...]
     delay_s: float = 0.0
@@ -196,7 +203,7 @@ class End:
     why: str
 
 
-Action = Form | Abort | Change | Spawn | Kill | Dismiss | End
+Action = Form | Abort | Change | Stop | Spawn | Kill | Dismiss | End
 Decision = tuple[State, tuple[Action, ...], str]
 
 
@@ -367,13 +374,16 @@ def _settle(state: State, why: str, now: float) -> Decision:
     if state.members and all(_status(state, id) is Status.READY for id in state.members):
         staying = [id for id in state.members if not _leaves(state, id)]
         gone = tuple(Dismiss(id, "it was asked to leave") for id in state.members if _leaves(state, id))
-        if not staying:
-            return _end(state, 0, "all workers were asked to leave")
+        if not staying:  # together, and not one by one: so that they can save
+            state, actions, why = _form(state, state.members, why)
+            return state, (*actions, Stop(state.members)), "all workers were asked to leave"
         # After a failure the survivors repeat the step among themselves; newcomers come at the next boundary.
         joining = [] if state.broken_at is not None else _welcome(state, len(staying))
         state, actions, why = _form(state, [*staying, *joining], why)
         return state, (*gone, *actions), why
     leaving = [id for id in state.members if _leaves(state, id)]
+    if leaving and len(leaving) == len(state.members) and not _welcome(state, 0) and state.broken_at is None:
+        return state, (Stop(state.members),), "all workers were asked to leave"
     wants_change = bool(leaving) or bool(_welcome(state, len(state.members)))
     if wants_change and not state.changing and state.broken_at is None and state.members:
         return replace(state, changing=True), (Change(state.members, state.generation),), why
