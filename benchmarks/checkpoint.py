@@ -3,14 +3,16 @@
     python -m benchmarks.checkpoint [--megabytes 1000] [--rounds 7] [--gpu]
 
 One process, one state (a model and its AdamW), in turns: the memcpy of its bytes, Lockstep's snapshot, torch.save, and
-torch.distributed.checkpoint.async_save. A stall is the time until training could go on; writing is waited for outside of it.
-Loading is compared with reading the bytes of the same files into new memory, by one thread; all from the page cache. Then two
-workers train the 5 M GPT of benchmarks/step.py and time the comparison of replicas against their steps.
+torch.distributed.checkpoint.async_save. A stall is the time until training could go on; writing is waited for outside of it. Then
+the same with two workers that hold the same state (the longer of both counts). Loading is compared with reading the bytes of the
+same files by one thread, into new memory and into memory that was touched before; all from the page cache. Last, two workers
+train the 5 M GPT of benchmarks/step.py and time the comparison of replicas against their steps.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import statistics
@@ -61,7 +63,7 @@ class Stalls:
 
     def __init__(self, model: nn.Module, opt: torch.optim.Optimizer, folder: Path, device: str) -> None:
         self._model, self._opt, self._folder, self._device = model, opt, folder, device
-        self.run = lockstep.Run(model, opt, lanes=1, checkpoint=folder / "lockstep", every="1000h", keep=1)
+        self.run = lockstep.Run(model, opt, checkpoint=folder / "lockstep", every="1000h", keep=1)
         assert self.run._keeping is not None
         self._saver = self.run._keeping._saver
         held = [*model.parameters(), *(v for s in opt.state.values() for v in s.values() if v.numel() > 1)]
@@ -71,6 +73,9 @@ class Stalls:
         self._to = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin).zero_() for tensor in held]
         self._number = 0
         self._future: Any = None
+
+    def ways(self) -> dict[str, Callable[[], float]]:
+        return {"memcpy": self.memcpy, "Lockstep": self.ours, "torch.save": self.torch_save, "async_save": self.async_save}
 
     def memcpy(self) -> float:
         return timed(lambda: torch._foreach_copy_(self._to, self._from, non_blocking=True), self._device)
@@ -88,14 +93,16 @@ class Stalls:
         return timed(lambda: torch.save(self._state(), self._folder / "state.pt"), self._device)
 
     def async_save(self) -> float:
-        place = self._folder / "dcp"
-        shutil.rmtree(place, ignore_errors=True)
+        place = self._folder / f"dcp-{self._number}"
+        self._number += 1
 
         def save() -> None:
             self._future = dcp.async_save(self._state(), checkpoint_id=place)
 
         took_s = timed(save, self._device)
         getattr(self._future, "upload_completion", self._future).result()
+        if dist.get_rank() == 0:
+            shutil.rmtree(place, ignore_errors=True)
         return took_s
 
 
@@ -109,8 +116,17 @@ def loads(model: nn.Module, opt: torch.optim.Optimizer, folder: Path, device: st
         assert kept
 
     took = {"reading the bytes": timed(read, device)}
+    warm = bytearray(max(path.stat().st_size for path in files))
+
+    def read_warm() -> None:
+        for path in files:
+            with path.open("rb", buffering=0) as file:
+                while file.readinto(warm):
+                    pass
+
+    took["reading them into touched memory"] = timed(read_warm, device)
     began = time.perf_counter()
-    run = lockstep.Run(model, opt, lanes=1, checkpoint=folder / "lockstep", every="1000h")
+    run = lockstep.Run(model, opt, checkpoint=folder / "lockstep", every="1000h")
     sync(device)
     took["Lockstep: verify, load and resume"] = time.perf_counter() - began
     run.close()
@@ -122,6 +138,36 @@ def loads(model: nn.Module, opt: torch.optim.Optimizer, folder: Path, device: st
 
     took["torch.load, unverified"] = timed(load, device)
     return took
+
+
+def two_workers(rank: int, size: int, out: str, megabytes: int, rounds: int) -> None:
+    """Each way in turn on both at once; the longer stall of a round counts."""
+    os.environ.update(LOCKSTEP_RANK=str(rank), LOCKSTEP_SIZE=str(size), LOCKSTEP_STORE=f"file://{out}/store-of-two")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{out}/store-of-dist", rank=rank, world_size=size)
+    model, opt = make(megabytes, "cpu")
+    stalls = Stalls(model, opt, Path(out, "two"), "cpu")
+    ways = {name: way for name, way in stalls.ways().items() if name != "torch.save"}
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds + 1):
+        for name, way in ways.items():
+            dist.barrier()
+            longest = torch.tensor([way()])
+            dist.all_reduce(longest, dist.ReduceOp.MAX)
+            times[name].append(longest.item())
+    if rank == 0:
+        Path(out, "two-stalls").write_text(json.dumps({name: found[1:] for name, found in times.items()}))
+    dist.barrier()
+    os._exit(0)
+
+
+def show(title: str, times: dict[str, list[float]]) -> list[str]:
+    base = statistics.median(times["memcpy"])
+    lines = [f"| {title} | training stands still, s (quartiles) | x memcpy |", "|---|---|---|"]
+    for name, found in times.items():
+        low, middle, high = statistics.quantiles(found, n=4)
+        lines.append(f"| {name} | {middle:.3f} ({low:.3f}-{high:.3f}) | {middle / base:.2f} |")
+    return lines
 
 
 def verification(rank: int, size: int, out: str) -> None:
@@ -136,7 +182,14 @@ def verification(rank: int, size: int, out: str) -> None:
     run = lockstep.Run(model, opt, lanes=size, verify_every=10)
     duty = run._loop.duties[0]
     act, spent, steps = duty.act, [], []
-    duty.act = lambda now: spent.append(timed(lambda: act(now), "cpu"))  # type: ignore[method-assign]
+
+    def timed_act(now: Any) -> Any:
+        began = time.perf_counter()
+        result = act(now)
+        spent.append(time.perf_counter() - began)
+        return result
+
+    duty.act = timed_act  # type: ignore[method-assign]
     tokens = torch.randint(0, 256, (512, 65))
     began = time.perf_counter()
     for (batch,) in run.shard(torch.utils.data.TensorDataset(tokens), global_batch=8 * size, epochs=2):
@@ -160,17 +213,21 @@ def main() -> None:
     device = "cuda" if given.gpu else "cpu"
     lines: list[str] = []
     with tempfile.TemporaryDirectory() as place:
-        verified = ""
+        verified, two = "", {}
         if not given.gpu:
             from benchmarks.report import run_workers
 
             run_workers(verification, 2, place)
             verified = Path(place, "verify").read_text()
+            Path(place, "two").mkdir()
+            run_workers(two_workers, 2, place, given.megabytes, given.rounds)
+            two = json.loads(Path(place, "two-stalls").read_text())
+            shutil.rmtree(Path(place, "two"))
         torch.set_num_threads(1)
         dist.init_process_group("gloo", init_method=f"file://{place}/store-alone", rank=0, world_size=1)
         model, opt = make(given.megabytes, device)
         stalls = Stalls(model, opt, Path(place), device)
-        ways = {"memcpy": stalls.memcpy, "Lockstep": stalls.ours, "torch.save": stalls.torch_save, "async_save": stalls.async_save}
+        ways = stalls.ways()
         times: dict[str, list[float]] = {name: [] for name in ways}
         for number in range(given.rounds + 1):
             for name, way in ways.items():
@@ -178,11 +235,9 @@ def main() -> None:
                 if number:  # the first of each gets its memory
                     times[name].append(took_s)
         stalls.run.close()
-        medians = {name: statistics.median(found) for name, found in times.items()}
-        lines += [f"| {stalls.bytes / 1e9:.2f} GB of state | training stands still, s (quartiles) | x memcpy |", "|---|---|---|"]
-        for name, found in times.items():
-            low, _, high = statistics.quantiles(found, n=4)
-            lines.append(f"| {name} | {medians[name]:.3f} ({low:.3f}-{high:.3f}) | {medians[name] / medians['memcpy']:.2f} |")
+        lines += show(f"{stalls.bytes / 1e9:.2f} GB of state, 1 worker", times)
+        if two:
+            lines += ["", *show(f"{stalls.bytes / 1e9:.2f} GB of state, 2 workers", two)]
         rounds = [loads(model, opt, Path(place), device) for _ in range(given.rounds)]
         loaded = {name: [each[name] for each in rounds] for name in rounds[0]}
         base = statistics.median(loaded["reading the bytes"])
@@ -201,7 +256,7 @@ def main() -> None:
     command = (
         f"python -m benchmarks.checkpoint --megabytes {given.megabytes} --rounds {given.rounds}{' --gpu' if given.gpu else ''}"
     )
-    data = {"machine": machine(given.gpu), "stalls_s": times, "loads_s": loaded, "verify": verified}
+    data = {"machine": machine(given.gpu), "stalls_s": times, "stalls_of_two_s": two, "loads_s": loaded, "verify": verified}
     write(f"checkpoint-{suffix}", data, table, command)
     dist.destroy_process_group()
 
