@@ -19,6 +19,7 @@ from lockstep.checksum import CHUNK_BYTES, Sum
 from lockstep.comm.base import bits
 
 _MOST_THREADS = 4
+_PIECE_BYTES = 4 * CHUNK_BYTES
 
 
 def read_tensors(
@@ -68,8 +69,8 @@ def _open(place: Place, folder: str, name: str, file: File) -> Source:
 def _read(stored: Stored, source: Source, target: Tensor) -> None:
     """In pieces that are summed while they are still in the core's cache."""
     flat, total = bits(target.detach()), Sum()
-    for begin in range(0, flat.numel(), CHUNK_BYTES):
-        piece = flat[begin : begin + CHUNK_BYTES]
+    for begin in range(0, flat.numel(), _PIECE_BYTES):
+        piece = flat[begin : begin + _PIECE_BYTES]
         try:
             came = source.read_into(stored.begin + begin, memory_of(piece))
         except OSError as error:
