@@ -29,6 +29,7 @@ from lockstep.duty import Moment
 from lockstep.errors import LockstepError, UsageError
 from lockstep.grads.control import PUBLISHED, SAVE, STOP, WROTE
 from lockstep.plan.cadence import Cadence
+from lockstep.state import dtype_name
 
 _LOOK_S = 1.0
 """A worker that is through looks so often whether the others are: a long write must not look like a hang."""
@@ -275,7 +276,7 @@ class Saver:
 
     def _agree(self, comm: Comm, layout: Layout, step: int) -> str:
         """The folder's name, from rank 0; all must be about to write parts of the same."""
-        shown = [[name, str(t.dtype), list(t.shape)] for name, t in zip(layout.names, layout.tensors, strict=True)]
+        shown = [[name, dtype_name(t.dtype), list(t.shape)] for name, t in zip(layout.names, layout.tensors, strict=True)]
         mine = {"folder": new_folder(step), "holds": hashlib.sha256(json.dumps([shown, layout.parts]).encode()).hexdigest()}
         texts = gather_bytes(comm, json.dumps(mine).encode(), f"the name of the checkpoint of step {step}")
         first, *others = map(json.loads, texts)
