@@ -59,7 +59,10 @@ def main() -> None:
     )
     if run.is_main:
         count = sum(p.numel() for p in model.parameters())
-        print(f"{count / 1e6:.2f} M parameters, {len(text) / 1e6:.1f} MB of Python source, {run.size} workers", flush=True)
+        print(
+            f"{count / 1e6:.2f} M parameters, {len(text) / 1e6:.1f} MB of Python source, {run.size} worker{'s' * (run.size > 1)}",
+            flush=True,
+        )
     crops = Crops(text, config.context + 1, options.steps * options.batch)
     for tokens in run.shard(crops, global_batch=options.batch):
         loss = model(tokens.to(device))
