@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep.checkpoint.manifest import NAME, Manifest
@@ -23,21 +21,10 @@ from lockstep.checkpoint.shelf import Shelf
 from lockstep.comm.base import Comm
 from lockstep.errors import UsageError
 from lockstep.state import digest, flatten
-from tests.models import build
+from tests.models import build, data
 from tests.threads import on_threads
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def data(samples: int = 40) -> TensorDataset:
-    generator = torch.Generator().manual_seed(5)
-    return TensorDataset(torch.randn(samples, 12, generator=generator), torch.randint(0, 4, (samples,), generator=generator))
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Ema:

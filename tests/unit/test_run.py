@@ -15,20 +15,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import lockstep
 from lockstep.errors import UsageError
-from tests.models import CNN, MLP, build, digest
+from tests.models import CNN, MLP, build, data, digest
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def data(samples: int = 40) -> TensorDataset:
-    generator = torch.Generator().manual_seed(5)
-    return TensorDataset(torch.randn(samples, 12, generator=generator), torch.randint(0, 4, (samples,), generator=generator))
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def made(

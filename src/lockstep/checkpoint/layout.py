@@ -18,7 +18,7 @@ from lockstep.checkpoint.manifest import INDEX, File
 from lockstep.checkpoint.tensorfile import ITEM_BYTES
 from lockstep.errors import UsageError
 from lockstep.plan.parts import spread
-from lockstep.state import Path, dtype_name, pack
+from lockstep.state import dtype_name, pack
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def lay_out_state(state: dict[str, Any], persistent: set[str], writers: int) -> 
                 file = f"{kind}-{writer + 1:05d}-of-{writers:05d}.safetensors"
                 parts[writer].append((file, tuple(numbers[at] for at in part)))
     of_number = {number: name for name, number in model.items()}
-    names = _unique([of_number.get(number) or ".".join(path) for number, path in enumerate(paths)], paths)
+    names = _unique([of_number.get(number) or ".".join(path) for number, path in enumerate(paths)])
     return Layout(skeleton, tensors, names, model, tuple(map(tuple, parts)))
 
 
@@ -72,7 +72,7 @@ def index_file(content: bytes) -> dict[str, File]:
     return {INDEX: File(len(content), len(content), hashlib.sha256(content).hexdigest())}
 
 
-def _unique(names: Sequence[str], paths: Sequence[Path]) -> tuple[str, ...]:
+def _unique(names: Sequence[str]) -> tuple[str, ...]:
     """Keys with dots in them could make two names alike."""
     seen: set[str] = set()
     found = []
