@@ -64,8 +64,8 @@ class Stalls:
     def __init__(self, model: nn.Module, opt: torch.optim.Optimizer, folder: Path, device: str) -> None:
         self._model, self._opt, self._folder, self._device = model, opt, folder, device
         self.run = lockstep.Run(model, opt, checkpoint=folder / "lockstep", every="1000h", keep=1)
-        assert self.run._keeping is not None
-        self._saver = self.run._keeping._saver
+        assert self.run._checkpoints is not None
+        self._saver = self.run._checkpoints._saver
         held = [*model.parameters(), *(v for s in opt.state.values() for v in s.values() if v.numel() > 1)]
         self.bytes = sum(tensor.nbytes for tensor in held)
         self._from = [tensor.detach() for tensor in held]
@@ -180,8 +180,8 @@ def verification(rank: int, size: int, out: str) -> None:
     model = GPT(GPTConfig(vocab=256, context=64, layers=6, heads=8, width=256))
     opt = torch.optim.AdamW(model.parameters())
     run = lockstep.Run(model, opt, lanes=size, verify_every=10)
-    duty = run._loop.duties[0]
-    act, spent, steps = duty.act, [], []
+    task = run._loop.tasks[0]
+    act, spent, steps = task.act, [], []
 
     def timed_act(now: Any) -> Any:
         began = time.perf_counter()
@@ -189,7 +189,7 @@ def verification(rank: int, size: int, out: str) -> None:
         spent.append(time.perf_counter() - began)
         return result
 
-    duty.act = timed_act  # type: ignore[method-assign]
+    task.act = timed_act  # type: ignore[method-assign]
     tokens = torch.randint(0, 256, (512, 65))
     began = time.perf_counter()
     for (batch,) in run.shard(torch.utils.data.TensorDataset(tokens), global_batch=8 * size, epochs=2):

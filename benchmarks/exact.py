@@ -124,7 +124,7 @@ def workers_body(rank: int, size: int, folder: str, rounds: int) -> None:
     found = measure(variants, 2, rounds)
     if rank == 0:
         Path(folder, "workers.json").write_text(json.dumps(found))
-    os._exit(0)  # torch's Reducer may deadlock when the last owner of a gloo group is destroyed
+    os._exit(0)  # torch's DdpReducer may deadlock when the last owner of a gloo group is destroyed
 
 
 def lanes_body(rank: int, size: int, folder: str, rounds: int) -> None:

@@ -43,7 +43,7 @@ def main() -> None:
     text = "\n".join([f"| {count} parameters | step ms | us per parameter over bare |", "|---|---|---|", *rows])
     print(text)
     write("hooks", {"machine": machine(), "results": ms}, text, "python -m benchmarks.hooks")
-    os._exit(0)  # torch's Reducer may deadlock when the last owner of a gloo group is destroyed
+    os._exit(0)  # torch's DdpReducer may deadlock when the last owner of a gloo group is destroyed
 
 
 if __name__ == "__main__":

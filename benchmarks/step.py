@@ -162,7 +162,7 @@ def worker(rank: int, size: int, gpu: bool, folder: str, rounds: int) -> None:
         results.append(row)
     if rank == 0:
         Path(folder, "results.json").write_text(json.dumps(results))
-    os._exit(0)  # torch's Reducer may deadlock when the last owner of a gloo group is destroyed
+    os._exit(0)  # torch's DdpReducer may deadlock when the last owner of a gloo group is destroyed
 
 
 def table(results: list[dict[str, Any]]) -> str:

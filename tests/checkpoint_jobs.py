@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 
 import lockstep
-from lockstep.checkpoint import place as places
-from lockstep.state import digest, flatten
+from lockstep.checkpoint import storage as places
+from lockstep.comm.plain_state import digest, flatten
 from tests.models import build
 
 COUNTED = ("open", "write", "fsync", "close", "rename", "unlink", "rmdir", "makedirs", "listdir")
@@ -74,10 +74,10 @@ class Job:
 
     def save(self) -> None:
         """Now: between two steps, as the loop itself would."""
-        keeping = self.run._keeping
-        assert keeping is not None
-        keeping._saver.begin(self.run.step)
-        keeping._saver.settle()
+        checkpoints = self.run._checkpoints
+        assert checkpoints is not None
+        checkpoints._saver.begin(self.run.step)
+        checkpoints._saver.settle()
 
     def state(self) -> str:
         held = {"model": self.model.state_dict(), "opt": self.opt.state_dict()}

@@ -22,12 +22,12 @@ import torch
 
 from lockstep.checkpoint import manifest as manifests
 from lockstep.checkpoint.manifest import NAME, Manifest
-from lockstep.checkpoint.place import open_place
 from lockstep.checkpoint.resume import find_and_read
-from lockstep.checkpoint.shelf import Shelf
+from lockstep.checkpoint.retention import Retention
+from lockstep.checkpoint.storage import open_storage
 from lockstep.comm.loopback import loopback
+from lockstep.comm.plain_state import digest, flatten
 from lockstep.errors import UsageError
-from lockstep.state import digest, flatten
 from tests.checkpoint_jobs import Job
 
 CHANGES = ("flip a bit", "set a byte", "swap bytes", "swap pieces", "cut", "add", "zeros", "remove", "swap files", "forge")
@@ -43,12 +43,12 @@ class Target:
         for _ in range(2):
             job.step()
             job.save()
-            holding = job.run._holding
-            self._expected[job.run.step] = self._sum(holding.capture())
-        self.weights = {name: tensor.clone() for name, tensor in job.run._holding.weights().items()}
-        self.settings = job.run._holding.settings
+            state = job.run._state
+            self._expected[job.run.step] = self._sum(state.capture())
+        self.weights = {name: tensor.clone() for name, tensor in job.run._state.weights().items()}
+        self.settings = job.run._state.settings
         job.close()
-        self.shelf = Shelf(open_place(place))
+        self.shelf = Retention(open_storage(place))
         self.newest = place / self.shelf.whole()[0].folder
         self.files = {path.name: path.read_bytes() for path in self.newest.iterdir()}
         (self._comm,) = loopback(1, 10.0)

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import lockstep
 from lockstep.comm.base import Comm
-from lockstep.state import digest, flatten
+from lockstep.comm.plain_state import digest, flatten
 from tests.models import CNN, MLP, MixedDtypes, UnusedBranch
 
 LANES, BATCH, SAMPLES, EPOCHS = 8, 16, 69, 6  # five steps an epoch, the last of 5 samples: fewer than lanes
@@ -97,7 +97,7 @@ def train(
     device = next(model.parameters()).device
     scaler = torch.amp.GradScaler(device.type, init_scale=scale, growth_interval=3) if scale else None
     run = lockstep.Run(model, *objects, *([scaler] if scaler else []), lanes=LANES, seed=3, exact=exact, comm=comm, timeout_s=30)
-    optimizers, schedulers = run.gates.optimizers, [o for o in objects if not isinstance(o, torch.optim.Optimizer)]
+    optimizers, schedulers = run.gate.optimizers, [o for o in objects if not isinstance(o, torch.optim.Optimizer)]
     data = dataset() if data is None else data
     shuffle = not isinstance(data, IterableDataset)
     seen = 0

@@ -25,7 +25,7 @@ from typing import Any
 
 _context = multiprocessing.get_context("forkserver")
 # torch._dynamo: the first optimizer imports it, 1.2 s in every worker
-_context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "lockstep", "lockstep.ddp"])
+_context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "lockstep", "lockstep.replicas.ddp"])
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Outcome:
     signal: int = 0
 
 
-class Fleet:
+class WorkerProcesses:
     """Workers that were started and not yet collected."""
 
     def __init__(self, body: Callable[..., Any], size: int, args: tuple[Any, ...], env: dict[str, str]) -> None:
@@ -99,7 +99,7 @@ def run_workers(
     check: bool = True,
     env: dict[str, str] | None = None,
 ) -> list[Any]:
-    outcomes = Fleet(body, size, args, env or {}).collect(deadline_s)
+    outcomes = WorkerProcesses(body, size, args, env or {}).collect(deadline_s)
     if not check:
         return outcomes
     for rank, outcome in enumerate(outcomes):

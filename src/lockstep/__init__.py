@@ -12,15 +12,15 @@ __version__ = "0.1.0"
 
 _HOME = {
     "CorruptionError": "lockstep.errors",
-    "DistributedDataParallel": "lockstep.ddp",
+    "DistributedDataParallel": "lockstep.replicas.ddp",
     "InvariantError": "lockstep.errors",
     "LockstepError": "lockstep.errors",
     "PeerError": "lockstep.errors",
-    "Run": "lockstep.run",
+    "Run": "lockstep.training.run",
     "UsageError": "lockstep.errors",
     "World": "lockstep.world",
-    "replica_of": "lockstep.replica",
-    "replicate": "lockstep.replica",
+    "replica_of": "lockstep.replicas.replicate",
+    "replicate": "lockstep.replicas.replicate",
 }
 
 __all__ = [
@@ -37,10 +37,10 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from lockstep.ddp import DistributedDataParallel
     from lockstep.errors import CorruptionError, InvariantError, LockstepError, PeerError, UsageError
-    from lockstep.replica import replica_of, replicate
-    from lockstep.run import Run
+    from lockstep.replicas.ddp import DistributedDataParallel
+    from lockstep.replicas.replicate import replica_of, replicate
+    from lockstep.training.run import Run
     from lockstep.world import World
 
 

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["checkpoint"]:
-        from lockstep.checkpoint import cli as checkpoint
+        from lockstep.checkpoint import checkpoint_command as checkpoint
 
         return checkpoint.main(arguments[1:])
-    from lockstep.launch import cli as launch
+    from lockstep.launch import command_line as launch
 
     return launch.main(arguments)
 

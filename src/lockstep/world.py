@@ -84,7 +84,7 @@ class World:
 
 
 @dataclass(frozen=True)
-class Line:
+class AgentEndpoint:
     """A worker's line to its agent: an open socket, its number in the run, and the run's folder."""
 
     fd: int
@@ -97,12 +97,12 @@ class Line:
     """Where to write which samples were committed; empty: nowhere."""
 
 
-def agent_line(environ: Mapping[str, str] | None = None) -> Line | None:
+def agent_endpoint(environ: Mapping[str, str] | None = None) -> AgentEndpoint | None:
     """Where ``lockstep run`` started this process; None elsewhere."""
     env = os.environ if environ is None else environ
     if "LOCKSTEP_AGENT_FD" not in env:
         return None
-    return Line(
+    return AgentEndpoint(
         _int(env, "LOCKSTEP_AGENT_FD"),
         _int(env, "LOCKSTEP_WORKER"),
         env["LOCKSTEP_RUN_DIR"],

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from lockstep.comm.base import Comm
-from lockstep.comm.choose import open_comm
+from lockstep.comm.counters import LockedCounters
 from lockstep.comm.exchange import Broadcast, broadcast_in_place, gather_bytes
-from lockstep.comm.flags import LockedCounters
 from lockstep.comm.loopback import loopback
+from lockstep.comm.open_comm import open_comm
 from lockstep.comm.shm import Shm
 from lockstep.comm.store import open_store
 from lockstep.errors import PeerError, UsageError
@@ -181,13 +181,13 @@ def aborts(comm: Comm) -> list[float]:
         time.sleep(1.0)  # never sends, but does not leave either: its closing connections would end the waits
         return []
     pending = [comm.reduce(torch.ones(1000), "sum", f"bucket {i}") for i in range(3)]
-    moment: list[float] = []
+    step_end: list[float] = []
     waiting = threading.Event()
 
     def act() -> None:
         waiting.wait(10)
         time.sleep(0.2)  # let the main thread get into its wait: it has no way to say so from inside
-        moment.append(time.monotonic())
+        step_end.append(time.monotonic())
         comm.abort("told to by the test")
 
     threading.Thread(target=act).start()
@@ -196,7 +196,7 @@ def aborts(comm: Comm) -> list[float]:
     for one in pending:
         with pytest.raises(PeerError):
             one.wait()
-        delays.append(time.monotonic() - moment[0] if moment else 0.0)
+        delays.append(time.monotonic() - step_end[0] if step_end else 0.0)
     return delays
 
 

@@ -1,4 +1,4 @@
-"""Comm.fold on every transport: the same bits as one process that adds along the tree, however lanes are dealt."""
+"""Comm.fold on every transport: the same bits as one process that adds along the tree, however lanes are my_lanes."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.comm import fold_wire
+from lockstep.comm import fold_gloo as fold_wire
 from lockstep.comm.base import Comm, Pending, real
-from lockstep.comm.choose import open_comm
-from lockstep.comm.fold_stream import fold_on_stream
+from lockstep.comm.fold_nccl import fold_on_stream
+from lockstep.comm.open_comm import open_comm
 from lockstep.comm.sockets import Connections
 from lockstep.comm.store import open_store
 from lockstep.comm.torch_group import TorchGroup, build_gloo, destroy_gloo
 from lockstep.errors import InvariantError, PeerError, UsageError
-from lockstep.plan.lanes import deal
+from lockstep.plan.lanes import assign_lanes
 from lockstep.plan.tree import Fold, Node, cover, fold, halves
 from lockstep.world import World
 from tests.contract.test_comm import KINDS, in_process, over
@@ -73,7 +73,7 @@ def folds(comm: Comm) -> None:
     for lanes in (1, 5, 8, 13):
         if lanes < comm.size:
             continue
-        plan = fold(lanes, deal(lanes, comm.size))
+        plan = fold(lanes, assign_lanes(lanes, comm.size))
         for dtype in DTYPES:
             for n in (0, 1, 7, 1000, 70001):
                 tensors = [comm.buffer(plan.width * n, dtype, CPU)]
@@ -123,7 +123,7 @@ def interleaves(comm: Comm) -> None:
     cut_small(comm, 1 << 10)
     pending: list[tuple[Pending, Any]] = []
     for i in range(24):
-        plan = fold(5 + i, deal(5 + i, comm.size))
+        plan = fold(5 + i, assign_lanes(5 + i, comm.size))
         n = (3000 * i) % 20011 + i
         tensor = comm.buffer(plan.width * n, DTYPES[i % 5], CPU) if i % 3 else torch.empty(plan.width * n, dtype=DTYPES[i % 5])
         deposit(tensor, plan, comm.rank, n)
@@ -157,7 +157,7 @@ def test_many_folds_and_other_operations_may_be_in_flight_and_waited_for_in_any_
 
 def overtakes(comm: Comm) -> None:
     """Rank 0 comes to its second fold long before the others have waited for their first, and the other way round."""
-    n, plan = 50_000, fold(8, deal(8, comm.size))
+    n, plan = 50_000, fold(8, assign_lanes(8, comm.size))
     tensors = [comm.buffer(plan.width * n, torch.float32, CPU) for _ in range(3)]
     for turn in range(6):
         pending = []
@@ -183,7 +183,7 @@ def waits_late(comm: Comm) -> None:
 
 def wait_late(comm: Comm, make: Callable[[int], Tensor]) -> None:
     """Rank 0 waits for what came last first; the others come to that only when rank 0 has helped them with the rest."""
-    plan = fold(8, deal(8, comm.size))
+    plan = fold(8, assign_lanes(8, comm.size))
     first, second, ones = make(plan.width * 5000), make(plan.width * 5000), comm.buffer(100, torch.float32, CPU).fill_(1.0)
     issues = [
         lambda: comm.fold(deposit(first, plan, comm.rank, 5000), plan, None, "a fold"),
@@ -209,7 +209,7 @@ def test_whoever_waits_for_one_operation_lets_the_others_go_on(kind: str) -> Non
 
 def overtaken_by_a_small_one(comm: Comm) -> None:
     """A small fold behind a large one has its values first; its results must wait for their turn all the same."""
-    plan = fold(8, deal(8, comm.size))
+    plan = fold(8, assign_lanes(8, comm.size))
     sizes = (1_500_000, 1000)
     tensors = [comm.buffer(plan.width * n, torch.float32, CPU) for n in sizes]
     for turn in range(8):
@@ -245,7 +245,7 @@ def alone(rank: int, size: int) -> None:
 
 
 def misses(comm: Comm, warm: bool, shared: bool) -> tuple[str, float]:
-    plan = fold(8, deal(8, comm.size))
+    plan = fold(8, assign_lanes(8, comm.size))
     tensor = comm.buffer(plan.width * 1000, torch.float32, CPU) if shared else torch.empty(plan.width * 1000)
     if warm:
         comm.fold(deposit(tensor, plan, comm.rank, 1000), plan, None, "bucket 6 of step 5").wait()
@@ -289,7 +289,7 @@ def test_a_fold_ends_after_the_timeout_and_names_who_did_not_come(kind: str, bod
 
 def aborts(comm: Comm) -> list[float]:
     """Several folds pend; another thread aborts. From this rank's own abort to its last broken wait."""
-    plan = fold(8, deal(8, comm.size))
+    plan = fold(8, assign_lanes(8, comm.size))
     tensors = [comm.buffer(plan.width * 1000, torch.float32, CPU), torch.zeros(plan.width * 1000), torch.zeros(plan.width * 7)]
     for tensor in tensors:
         comm.fold(tensor, plan, None, "a fold").wait()
@@ -298,11 +298,11 @@ def aborts(comm: Comm) -> list[float]:
         time.sleep(1.0)  # never sends, but does not leave either: its closing connections would end the waits
         return []
     pending = [comm.fold(tensor, plan, None, f"bucket {i}") for i, tensor in enumerate(tensors)]
-    moment: list[float] = []
+    step_end: list[float] = []
 
     def act() -> None:
         time.sleep(0.2)  # let the main thread get into its wait: it has no way to say so from inside
-        moment.append(time.monotonic())
+        step_end.append(time.monotonic())
         comm.abort("told to by the test")
 
     threading.Thread(target=act).start()
@@ -310,7 +310,7 @@ def aborts(comm: Comm) -> list[float]:
     for one in pending:
         with pytest.raises(PeerError):
             one.wait()
-        delays.append(time.monotonic() - moment[0] if moment else 0.0)
+        delays.append(time.monotonic() - step_end[0] if step_end else 0.0)
     return delays
 
 
@@ -323,7 +323,7 @@ def test_abort_from_another_thread_breaks_every_pending_fold(kind: str) -> None:
 
 
 def closes_in_a_fold(comm: Comm) -> None:
-    plan = fold(8, deal(8, comm.size))
+    plan = fold(8, assign_lanes(8, comm.size))
     tensor = torch.zeros(plan.width * 1000)
     comm.fold(tensor, plan, None, "a fold").wait()
     if comm.rank == 0:
@@ -342,7 +342,7 @@ def on_a_stream(rank: int, size: int) -> None:
     """The steps that NCCL is given, with gloo in its place: its works block the host, which is all that differs."""
     groups = [build_gloo(open_store(World.detect(), 20.0), rank, size, connections := Connections())]
     for lanes in (5, 8, 13):
-        plan = fold(lanes, deal(lanes, size))
+        plan = fold(lanes, assign_lanes(lanes, size))
         for dtype in DTYPES:
             for n in (0, 1, 7, 1000, 70001):
                 for scale in (None, 1 / 3):
@@ -362,7 +362,7 @@ def test_what_nccl_is_given_folds_too(size: int) -> None:
 
 
 def dies(comm: Comm) -> tuple[int, ...]:
-    plan = fold(8, deal(8, comm.size))
+    plan = fold(8, assign_lanes(8, comm.size))
     tensor = comm.buffer(plan.width * 500_000, torch.float32, CPU)
     comm.fold(deposit(tensor, plan, comm.rank, 500_000), plan, None, "a fold").wait()
     comm.barrier()
@@ -387,14 +387,14 @@ def on_machines(rank: int, size: int, machines: str) -> tuple[str, int]:
     comm: Any = open_comm(CPU, world=replace(World.detect(), machine=machines[rank]), timeout_s=20, kind="twolevel")
     cut_small(comm, 1 << 10)
     for lanes in (size, 8, 13):
-        plan = fold(lanes, deal(lanes, size))
+        plan = fold(lanes, assign_lanes(lanes, size))
         for n in (0, 1, 33, 20003):
             for tensor in (comm.buffer(plan.width * n, torch.float32, CPU), torch.empty(plan.width * n)):
                 for scale in (None, 0.3):
                     comm.fold(deposit(tensor, plan, rank, n), plan, scale, "a fold").wait()
                     require_total(tensor, plan, n, scale)
     before = comm.bytes_between
-    plan = fold(8, deal(8, size))
+    plan = fold(8, assign_lanes(8, size))
     comm.fold(deposit(comm.buffer(plan.width * 10_000, torch.float32, CPU), plan, rank, 10_000), plan, None, "a fold").wait()
     comm.close()
     return machines[rank], comm.bytes_between - before
@@ -412,8 +412,8 @@ def test_two_level_folds_for_any_assignment_of_ranks_to_machines(machines: str) 
 def test_a_fold_that_does_not_fit_is_our_own_error() -> None:
     def refuses(comm: Comm) -> None:
         with pytest.raises(InvariantError, match="3 holders was given to 2"):
-            comm.fold(torch.zeros(9), fold(3, deal(3, 3)), None, "a fold")
+            comm.fold(torch.zeros(9), fold(3, assign_lanes(3, 3)), None, "a fold")
         with pytest.raises(InvariantError, match="7 elements are not 2 rows"):
-            comm.fold(torch.zeros(7), fold(6, deal(6, 2)), None, "a fold")
+            comm.fold(torch.zeros(7), fold(6, assign_lanes(6, 2)), None, "a fold")
 
     over("loopback", 2, refuses)

@@ -14,7 +14,7 @@ from tests.workers import run_workers
 def train(rank: int, size: int, place: str | None, stop_at: int, flip_at: int = -1) -> str:
     """A CNN on the one GPU, over gloo; ends early after ``stop_at`` steps. Returns a digest of what it holds."""
     import lockstep
-    from lockstep.state import digest, flatten
+    from lockstep.comm.plain_state import digest, flatten
     from tests.lane_jobs import CNN, dataset
 
     torch.cuda.set_device(0)
@@ -49,7 +49,7 @@ class Checkpoints(unittest.TestCase):
         self.assertEqual(set(run_workers(train, 3, None, -1, 10, deadline_s=120)), {alone})
 
     def test_sums_on_a_gpu_are_those_on_the_host(self) -> None:
-        from lockstep.checksum import checksums
+        from lockstep.checkpoint.checksum import checksums
 
         tensors = [torch.randn(n) for n in (0, 1, 7, 2048, 300_001)] + [torch.randn(65, 33).t(), torch.arange(5).to(torch.bfloat16)]
         self.assertEqual(checksums([t.cuda() for t in tensors]), checksums(tensors))

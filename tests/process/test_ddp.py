@@ -17,7 +17,7 @@ import lockstep
 from tests.models import CNN, MLP, batch, build, digest, loss_of, part
 from tests.workers import run_workers
 
-# torch's Reducer, as the last owner of a gloo group, joins its threads while holding the GIL that they may
+# torch's DdpReducer, as the last owner of a gloo group, joins its threads while state the GIL that they may
 # need: a deadlock now and then, seen here. Workers end without destroying it.
 _kept: list[Any] = []
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import lockstep
 from tests.models import MLP, batch, loss_of, part
-from tests.workers import Fleet, Outcome, run_workers
+from tests.workers import Outcome, WorkerProcesses, run_workers
 
 TIMEOUT_S = 1.0
 FAULT_STEP = 3
@@ -89,7 +89,7 @@ FAULTS = [
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize(("size", "victim", "comm"), [(2, 1, "gloo"), (4, 0, "gloo"), (2, 1, "shm"), (4, 2, "shm")])
 def test_every_other_rank_gets_a_peer_error_that_names_rank_step_and_bucket(fault: str, size: int, victim: int, comm: str) -> None:
-    fleet = Fleet(train, size, (fault, victim, comm), {})
+    fleet = WorkerProcesses(train, size, (fault, victim, comm), {})
     if fault == "stop":
         others = [p for r, p in enumerate(fleet.pipes) if r != victim]
         assert all(p.poll(20) for p in others), "the others must not wait for a stopped rank"

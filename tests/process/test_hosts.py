@@ -18,7 +18,7 @@ ROUNDS = 5
 
 SCRIPT = f"""
 import torch
-from lockstep.comm.choose import open_comm
+from lockstep.comm.open_comm import open_comm
 from lockstep.world import World
 
 def sent():

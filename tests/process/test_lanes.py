@@ -20,7 +20,7 @@ from torch.utils.data import TensorDataset
 import lockstep
 from lockstep.comm.base import Comm
 from lockstep.comm.loopback import loopback
-from lockstep.state import digest, flatten
+from lockstep.comm.plain_state import digest, flatten
 from tests.lane_jobs import BATCH, LANES, SAMPLES, SCENARIOS, Dropping, Stream, dataset, scenario, sgd, train
 from tests.models import MLP
 from tests.workers import run_workers

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.checkpoint.place import open_place
-from lockstep.checkpoint.shelf import Shelf
+from lockstep.checkpoint.retention import Retention
+from lockstep.checkpoint.storage import open_place
 
 HERE = Path(__file__).parents[2]
 SCRIPT = HERE / "tests" / "scripts" / "resume.py"
@@ -85,7 +85,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def saved_steps(place: Path) -> list[int]:
-    return [slot.step for slot in Shelf(open_place(place)).whole()]
+    return [slot.step for slot in Retention(open_place(place)).whole()]
 
 
 @pytest.mark.parametrize(("before", "after", "loaders"), [(3, 2, "0"), (1, 4, "0"), (2, 1, "2")])

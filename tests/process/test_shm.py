@@ -20,13 +20,13 @@ import pytest
 import torch
 
 import lockstep
-from lockstep.comm.choose import open_comm
-from lockstep.comm.flags import LockedCounters, PlainCounters, counters_for
-from lockstep.comm.room import Room, slice_of
+from lockstep.comm.counters import LockedCounters, PlainCounters, counters_for
+from lockstep.comm.open_comm import open_comm
 from lockstep.comm.segment import Segment, SegmentError, free_bytes
+from lockstep.comm.shared_bucket import SharedBucket, slice_of
 from lockstep.world import World, requested_comm
 from tests.models import MLP, batch, digest, loss_of, part
-from tests.workers import Fleet, run_workers
+from tests.workers import WorkerProcesses, run_workers
 
 CPU = torch.device("cpu")
 
@@ -241,7 +241,7 @@ def stale(rank: int, size: int) -> Any:
 
 
 def test_a_stale_worker_that_wakes_up_cannot_write_into_a_later_generation() -> None:
-    fleet = Fleet(stale, 3, (), {})
+    fleet = WorkerProcesses(stale, 3, (), {})
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline and not all(Path(fleet.folder.name, f"store.ready{r}").exists() for r in (0, 2)):
         time.sleep(0.02)
@@ -307,7 +307,7 @@ def test_counters_that_need_no_fence_are_taken_on_x86_64_alone() -> None:
     assert counters_for("x86_64") is PlainCounters
     assert counters_for("aarch64") is LockedCounters
     assert counters_for("riscv64") is LockedCounters
-    assert Room.nbytes(2, 10, torch.float32, LockedCounters) >= 2 * 4096
+    assert SharedBucket.nbytes(2, 10, torch.float32, LockedCounters) >= 2 * 4096
 
 
 def hold_and_die(rank: int, size: int, address: str, nbytes: int) -> None:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from tests.lane_jobs import CNN, Augmented, sgd
 
 import lockstep
-from lockstep.state import digest, flatten
+from lockstep.comm.plain_state import digest, flatten
 
 place = sys.argv[2]
 worker = os.environ.get("LOCKSTEP_WORKER", "0")

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from tests.lane_jobs import CNN, dataset, sgd
 
 import lockstep
-from lockstep.state import digest, flatten
+from lockstep.comm.plain_state import digest, flatten
 
 folder, worker = Path(os.environ["LOCKSTEP_RUN_DIR"]), os.environ["LOCKSTEP_WORKER"]
 (folder / f"pid-{worker}").write_text(str(os.getpid()))

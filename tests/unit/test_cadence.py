@@ -7,22 +7,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.errors import UsageError
-from lockstep.plan.cadence import Cadence, parse
+from lockstep.plan.interval import Interval, parse
 from lockstep.plan.parts import spread
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("10min", Cadence(600, "seconds")),
-        (" 1.5 h ", Cadence(5400, "seconds")),
-        ("30 s", Cadence(30, "seconds")),
-        ("500 steps", Cadence(500, "steps")),
-        ("1 step", Cadence(1, "steps")),
-        ("2 epochs", Cadence(2, "epochs")),
+        ("10min", Interval(600, "seconds")),
+        (" 1.5 h ", Interval(5400, "seconds")),
+        ("30 s", Interval(30, "seconds")),
+        ("500 steps", Interval(500, "steps")),
+        ("1 step", Interval(1, "steps")),
+        ("2 epochs", Interval(2, "epochs")),
     ],
 )
-def test_words_are_understood(text: str, expected: Cadence) -> None:
+def test_words_are_understood(text: str, expected: Interval) -> None:
     assert parse(text) == expected
 
 

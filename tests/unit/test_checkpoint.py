@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 import lockstep
 from lockstep.checkpoint.manifest import NAME, Manifest
-from lockstep.checkpoint.place import open_place
-from lockstep.checkpoint.shelf import Shelf
+from lockstep.checkpoint.retention import Retention
+from lockstep.checkpoint.storage import open_storage
 from lockstep.comm.base import Comm
+from lockstep.comm.plain_state import digest, flatten
 from lockstep.errors import UsageError
-from lockstep.state import digest, flatten
 from tests.models import build, data
 from tests.threads import on_threads
 
@@ -87,7 +87,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_never_interrupted(
 
 def test_checkpoints_are_made_when_due_and_old_ones_go(tmp_path: Path) -> None:
     train(tmp_path, keep=2)
-    assert [slot.step for slot in Shelf(open_place(tmp_path)).whole()] == [15, 12]
+    assert [slot.step for slot in Retention(open_storage(tmp_path)).whole()] == [15, 12]
     (tmp_path / "step-000000099-0123456789abcdef").mkdir()  # half-written
     (tmp_path / "mine").mkdir()
     assert train(tmp_path, every="1 epoch", keep=1).startswith("15 ")
@@ -97,9 +97,9 @@ def test_checkpoints_are_made_when_due_and_old_ones_go(tmp_path: Path) -> None:
 def test_epochs_seconds_and_wishes_of_the_user(tmp_path: Path) -> None:
     for every, expected in (("1 epoch", [15, 10, 5]), ("1h", [15, 10])):
         train(tmp_path / every, every=every)
-        assert [slot.step for slot in Shelf(open_place(tmp_path / every)).whole()] == expected
+        assert [slot.step for slot in Retention(open_storage(tmp_path / every)).whole()] == expected
     train(tmp_path / "now", every="0.000001 s")  # one after the other, as fast as they are written
-    assert len(Shelf(open_place(tmp_path / "now")).whole()) == 3
+    assert len(Retention(open_storage(tmp_path / "now")).whole()) == 3
     model = build("mlp")
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
     with lockstep.Run(model, opt, lanes=2, checkpoint=tmp_path / "own", every="1h") as run:
@@ -113,7 +113,7 @@ def test_epochs_seconds_and_wishes_of_the_user(tmp_path: Path) -> None:
             opt.zero_grad()
             if run.every(2):
                 run.save()
-    assert [slot.step for slot in Shelf(open_place(tmp_path / "own")).whole()] == [5, 4, 2]
+    assert [slot.step for slot in Retention(open_storage(tmp_path / "own")).whole()] == [5, 4, 2]
 
 
 def test_what_was_asked_for_is_saved_also_when_the_loop_is_left_at_once(tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_what_was_asked_for_is_saved_also_when_the_loop_is_left_at_once(tmp_path
             if run.every(3):
                 run.save()
                 break
-    assert [slot.step for slot in Shelf(open_place(tmp_path)).whole()] == [3]
+    assert [slot.step for slot in Retention(open_storage(tmp_path)).whole()] == [3]
 
 
 class Caching(nn.Module):
@@ -183,7 +183,7 @@ def test_two_ranks_write_parts_of_one_checkpoint(tmp_path: Path) -> None:
 
 
 def newest(place: Path) -> Path:
-    shelf = Shelf(open_place(place))
+    shelf = Retention(open_storage(place))
     return place / shelf.whole()[0].folder
 
 
@@ -293,7 +293,7 @@ def test_a_state_that_is_no_plain_data_is_named_after_the_first_step(tmp_path: P
         ({"every": "0 steps"}, "no rhythm"),
         ({"every": "1.5 epochs"}, "whole number of epochs"),
         ({"keep": 0}, "Keep 1 or more"),
-        ({"checkpoint": ""}, "is no place"),
+        ({"checkpoint": ""}, "names no folder"),
         ({"checkpoint": "nosuch://bucket"}, "cannot be reached"),
         ({"verify_every": -1}, "verify_every=-1"),
     ],
@@ -326,7 +326,7 @@ def test_an_object_store_by_url(capsys: pytest.CaptureFixture[str]) -> None:
     assert train(url, 7) == ""
     assert train(url) == undisturbed
     assert f"resumed at step 6 from {url}" in capsys.readouterr().err
-    assert [slot.step for slot in Shelf(open_place(url)).whole()] == [15, 12, 10]
+    assert [slot.step for slot in Retention(open_storage(url)).whole()] == [15, 12, 10]
 
 
 def test_a_full_disk_does_not_stop_training(
@@ -334,7 +334,7 @@ def test_a_full_disk_does_not_stop_training(
 ) -> None:
     undisturbed = train(None)
     train(tmp_path, 4)
-    from lockstep.checkpoint import place
+    from lockstep.checkpoint import storage as place
 
     def full(self: place.Folder, folder: str, file: str, pieces: Any) -> None:
         raise OSError(28, "No space left on device", file)
@@ -344,14 +344,14 @@ def test_a_full_disk_does_not_stop_training(
     said = capsys.readouterr().err
     assert "the checkpoint of step 6" in said
     assert "No space left on device" in said
-    assert [slot.step for slot in Shelf(open_place(tmp_path)).whole()] == [3]
+    assert [slot.step for slot in Retention(open_storage(tmp_path)).whole()] == [3]
     assert len(list(tmp_path.iterdir())) == 1  # what was half-written is gone
     monkeypatch.undo()
     assert train(tmp_path) == undisturbed
 
 
 def test_a_save_by_hand_that_fails_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lockstep.checkpoint import place
+    from lockstep.checkpoint import storage as place
 
     def refused(self: place.Folder, folder: str, manifest: bytes) -> None:
         raise PermissionError(13, "Permission denied")

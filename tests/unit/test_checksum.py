@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.checksum import CHUNK_BYTES, ROW_BYTES, Sum, checksum, checksums
+from lockstep.checkpoint.checksum import CHUNK_BYTES, ROW_BYTES, Sum, checksum, checksums
 
 SIZES = [0, 1, 7, 8, ROW_BYTES - 1, ROW_BYTES, ROW_BYTES + 9, 3 * ROW_BYTES, CHUNK_BYTES + 8, 2 * CHUNK_BYTES + 3]
 

@@ -18,10 +18,10 @@ from lockstep.launch.console import (
     progress_of,
     progress_text,
 )
-from lockstep.launch.outlet import Outlet
+from lockstep.launch.nonblocking_output import NonblockingOutput
 
 
-class Recorder(Outlet):
+class Recorder(NonblockingOutput):
     def __init__(self) -> None:
         super().__init__()
         self.written: list[tuple[int, bytes]] = []
@@ -153,7 +153,7 @@ def pipe() -> Iterator[tuple[int, int]]:
 
 def test_a_pipe_that_nobody_reads_never_blocks_and_what_is_left_out_is_said(pipe: tuple[int, int]) -> None:
     reader, writer = pipe
-    outlet = Outlet()
+    outlet = NonblockingOutput()
     for _ in range(400):
         outlet.write(writer, b"x" * 10_000)
     os.set_blocking(reader, False)
@@ -171,7 +171,7 @@ def test_a_pipe_that_nobody_reads_never_blocks_and_what_is_left_out_is_said(pipe
 def test_a_closed_pipe_is_given_up(pipe: tuple[int, int]) -> None:
     reader, writer = pipe
     os.close(reader)
-    outlet = Outlet()
+    outlet = NonblockingOutput()
     outlet.write(writer, b"nobody")
     outlet.write(writer, b"nobody")
     assert not outlet.has_unsent

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from lockstep.checkpoint.place import open_place
-from lockstep.checkpoint.shelf import Shelf
+from lockstep.checkpoint.retention import Retention
+from lockstep.checkpoint.storage import open_storage
 from tests.checkpoint_jobs import Job, faulty
 from tests.workers import run_workers
 
@@ -48,7 +48,7 @@ def require_old_or_new(place: Path, expected: list[str], seen: set[str]) -> None
     job.save()
     after = job.state()
     job.close()
-    (slot,) = Shelf(open_place(place)).whole()
+    (slot,) = Retention(open_storage(place)).whole()
     assert [path.name for path in place.iterdir()] == [slot.folder]
     again = Job(place)
     assert again.state() == after

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lockstep.checkpoint.manifest import NAME, Manifest, _digest
-from lockstep.checkpoint.tensorfile import Damaged
+from lockstep.checkpoint.tensor_file import Damaged
 from tests.fuzz import Target, play
 
 

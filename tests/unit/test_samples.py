@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.errors import InvariantError, UsageError
-from lockstep.plan.lanes import cut, deal, passes
+from lockstep.plan.lanes import assign_lanes, cut, plan_micro_batches
 from lockstep.plan.samples import (
     COLLATE,
     EVALUATION,
@@ -36,14 +36,14 @@ epochs = st.integers(0, 10_000)
 
 
 def deal_steps(order: Order, global_batch: int, drop_last: bool, lanes: int, workers: int, first: int, last: int) -> list[int]:
-    """What all workers together are dealt in steps [first, last)."""
-    dealt = []
+    """What all workers together are my_lanes in steps [first, last)."""
+    my_lanes = []
     for step in range(first, last):
         start, stop = batch_of(len(order), global_batch, step, drop_last)
-        for mine in deal(lanes, workers):
-            for turn in passes(mine, cut(stop - start, lanes)):
-                dealt += order.window(start + turn.start, start + turn.stop)
-    return dealt
+        for mine in assign_lanes(lanes, workers):
+            for turn in plan_micro_batches(mine, cut(stop - start, lanes)):
+                my_lanes += order.window(start + turn.start, start + turn.stop)
+    return my_lanes
 
 
 @given(seeds, epochs, st.integers(1, 3 * SMALL))
@@ -162,12 +162,12 @@ def test_every_sample_is_dealt_once_also_when_the_workers_change(
     order = Order(Permutation(1, 0, n) if shuffle else range(n))
     steps = steps_per_epoch(n, global_batch, drop_last)
     change = data.draw(st.integers(0, steps))
-    dealt = deal_steps(order, global_batch, drop_last, lanes, before, 0, change)
+    my_lanes = deal_steps(order, global_batch, drop_last, lanes, before, 0, change)
     rest = deal_steps(order, global_batch, drop_last, lanes, after, change, steps)
-    assert dealt == order.window(0, min(change * global_batch, n))
+    assert my_lanes == order.window(0, min(change * global_batch, n))
     kept = n // global_batch * global_batch if drop_last else n
-    assert dealt + rest == order.window(0, kept)
-    assert len(set(dealt + rest)) == kept
+    assert my_lanes + rest == order.window(0, kept)
+    assert len(set(my_lanes + rest)) == kept
 
 
 def test_the_last_batch_is_short_or_dropped() -> None:

@@ -1,4 +1,4 @@
-"""Sources deal every sample once, the same ones whoever asks, with and without loader processes."""
+"""Sources assign_lanes every sample once, the same ones whoever asks, with and without loader processes."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from lockstep.data.choose import open_source
 from lockstep.data.map_source import MapSource
+from lockstep.data.open_source import open_source
 from lockstep.data.seeding import SavedRandomness, preserved_randomness, seed_everything
-from lockstep.data.source import Micro, Source
+from lockstep.data.source import MicroBatch, Source
 from lockstep.data.stream_source import StreamSource
 from lockstep.errors import InvariantError, UsageError
-from lockstep.plan.lanes import deal
+from lockstep.plan.lanes import assign_lanes
 
 Opener = Callable[..., Any]
 processes = pytest.mark.parametrize("num_workers", [0, 2])
@@ -125,7 +125,7 @@ def with_noise(samples: list[Any]) -> tuple[list[Any], list[float]]:
     return listed(samples), noise()
 
 
-def drain(source: Source) -> Iterator[Micro]:
+def drain(source: Source) -> Iterator[MicroBatch]:
     while True:
         try:
             yield source.take()
@@ -133,10 +133,10 @@ def drain(source: Source) -> Iterator[Micro]:
             return
 
 
-def epoch_of(source: Source, workers: int, lanes: int, epoch: int = 0, step: int = 0, steps: int | None = None) -> list[Micro]:
-    """What so many workers are dealt, one after the other, in order of (step, lane), without stand-ins."""
+def epoch_of(source: Source, workers: int, lanes: int, epoch: int = 0, step: int = 0, steps: int | None = None) -> list[MicroBatch]:
+    """What so many workers are my_lanes, one after the other, in order of (step, lane), without stand-ins."""
     found = []
-    for mine in deal(lanes, workers):
+    for mine in assign_lanes(lanes, workers):
         source.seek(epoch, step, mine)
         for micro in drain(source):
             if micro.epoch != epoch or (steps is not None and micro.step >= step + steps):
@@ -145,7 +145,7 @@ def epoch_of(source: Source, workers: int, lanes: int, epoch: int = 0, step: int
     return sorted((micro for micro in found if micro.count), key=lambda micro: (micro.step, micro.lane))
 
 
-def indices(micros: Iterable[Micro]) -> list[int]:
+def indices(micros: Iterable[MicroBatch]) -> list[int]:
     return [int(sample[0]) for micro in micros for sample in micro.batch]
 
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.errors import InvariantError, UsageError
-from lockstep.grads.stack import LaneStack, Value
-from lockstep.plan.lanes import cut, deal, passes
+from lockstep.gradients.partial_sums import PartialSums, Value
+from lockstep.plan.lanes import assign_lanes, cut, plan_micro_batches
 from lockstep.plan.tree import Fold, carries, cover, fold, halves, nodes
 
 lanes_ = st.integers(1, 64)
@@ -27,7 +27,7 @@ def in_one_place(values: list[float], node: tuple[int, int]) -> float:
 
 @st.composite
 def dealings(draw: st.DrawFn) -> tuple[int, list[tuple[int, int]]]:
-    """Any contiguous dealing, not only even ones."""
+    """Any contiguous assignment, not only even ones."""
     lanes = draw(lanes_)
     cuts = sorted(draw(st.sets(st.integers(1, lanes - 1), max_size=min(15, lanes - 1)))) if lanes > 1 else []
     ends = [0, *cuts, lanes]
@@ -36,8 +36,8 @@ def dealings(draw: st.DrawFn) -> tuple[int, list[tuple[int, int]]]:
 
 @settings(deadline=None, max_examples=300)
 @given(dealings(), st.integers(0, 2**32).map(Random))
-def test_any_dealing_gives_the_bits_of_the_tree_in_one_place(dealing: tuple[int, list[tuple[int, int]]], random: Random) -> None:
-    lanes, ranges = dealing
+def test_any_dealing_gives_the_bits_of_the_tree_in_one_place(assignment: tuple[int, list[tuple[int, int]]], random: Random) -> None:
+    lanes, ranges = assignment
     values = [random.gauss(0, 1) * 10 ** random.randint(-8, 8) for _ in range(lanes)]
     plan = fold(lanes, ranges)
     partials: list[float] = []
@@ -58,9 +58,9 @@ def test_any_dealing_gives_the_bits_of_the_tree_in_one_place(dealing: tuple[int,
 @settings(deadline=None, max_examples=100)
 @given(dealings(), st.integers(0, 2**32).map(Random), st.data())
 def test_groups_of_workers_may_add_among_themselves_first(
-    dealing: tuple[int, list[tuple[int, int]]], random: Random, data: st.DataObject
+    assignment: tuple[int, list[tuple[int, int]]], random: Random, data: st.DataObject
 ) -> None:
-    lanes, ranges = dealing
+    lanes, ranges = assignment
     values = [random.gauss(0, 1) for _ in range(lanes)]
     plan = fold(lanes, ranges)
     where = [data.draw(st.integers(0, 2)) for _ in ranges]
@@ -102,11 +102,11 @@ def test_a_fold_that_does_not_hold_every_lane_once_cannot_exist() -> None:
 
 @settings(deadline=None)
 @given(dealings(), st.integers(0, 200))
-def test_every_lane_and_every_sample_is_dealt_once(dealing: tuple[int, list[tuple[int, int]]], samples: int) -> None:
-    lanes, ranges = dealing
+def test_every_lane_and_every_sample_is_dealt_once(assignment: tuple[int, list[tuple[int, int]]], samples: int) -> None:
+    lanes, ranges = assignment
     seen = []
     for mine in ranges:
-        turns = passes(mine, cut(samples, lanes))
+        turns = plan_micro_batches(mine, cut(samples, lanes))
         assert turns
         seen += [sample for turn in turns for sample in range(turn.start, turn.stop)]
     assert seen == list(range(samples))
@@ -116,18 +116,20 @@ def test_every_lane_and_every_sample_is_dealt_once(dealing: tuple[int, list[tupl
 def test_lanes_are_dealt_evenly_and_more_workers_than_lanes_are_told(lanes: int, workers: int) -> None:
     if workers > lanes:
         with pytest.raises(UsageError, match=f"{workers} workers cannot share {lanes} lane"):
-            deal(lanes, workers)
+            assign_lanes(lanes, workers)
         return
-    sizes = [last - first for first, last in deal(lanes, workers)]
+    sizes = [last - first for first, last in assign_lanes(lanes, workers)]
     assert sum(sizes) == lanes
     assert max(sizes) - min(sizes) <= 1
 
 
 @settings(deadline=None, max_examples=100)
 @given(dealings(), st.data())
-def test_the_stack_folds_tensors_with_lanes_that_have_none(dealing: tuple[int, list[tuple[int, int]]], data: st.DataObject) -> None:
+def test_the_stack_folds_tensors_with_lanes_that_have_none(
+    assignment: tuple[int, list[tuple[int, int]]], data: st.DataObject
+) -> None:
     """Zeros are added, not skipped: -0.0 + 0.0 is 0.0 wherever that addition takes place."""
-    lanes, ranges = dealing
+    lanes, ranges = assignment
     known = [-0.0, 1.5, 1e-30, -3.0, 1e8]
     kinds = [data.draw(st.sampled_from(["zeros", "skipped", *range(len(known))])) for _ in range(lanes)]
     values = [torch.full((3,), known[k] if isinstance(k, int) else 0.0) for k in kinds]
@@ -135,7 +137,7 @@ def test_the_stack_folds_tensors_with_lanes_that_have_none(dealing: tuple[int, l
     expected = values[0].clone() if lanes == 1 else _sum(values, (0, lanes))
     rows: list[torch.Tensor] = []
     for (first, last), held in zip(ranges, plan.held, strict=True):
-        stack = LaneStack(1, carries(lanes, first, last))
+        stack = PartialSums(1, carries(lanes, first, last))
         full = [lane for lane in range(first, last) if kinds[lane] != "skipped"] or [first]
         out = [[torch.full((3,), 9.0)] for _ in held]
         at = first

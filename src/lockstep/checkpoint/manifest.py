@@ -12,7 +12,7 @@ import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lockstep.checkpoint.tensorfile import ITEM_BYTES, Damaged, count_bytes
+from lockstep.checkpoint.tensor_file import ITEM_BYTES, Damaged, count_bytes
 
 NAME = "manifest.json"
 INDEX = "model.safetensors.index.json"

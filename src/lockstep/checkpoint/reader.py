@@ -11,11 +11,11 @@ from contextlib import ExitStack, closing
 import torch
 from torch import Tensor
 
+from lockstep.checkpoint.checksum import CHUNK_BYTES, Sum
 from lockstep.checkpoint.manifest import INDEX, File, Manifest, Stored
-from lockstep.checkpoint.place import Place, Source
 from lockstep.checkpoint.snapshot import memory_of
-from lockstep.checkpoint.tensorfile import Damaged, header_bytes
-from lockstep.checksum import CHUNK_BYTES, Sum
+from lockstep.checkpoint.storage import Source, Storage
+from lockstep.checkpoint.tensor_file import Damaged, header_bytes
 from lockstep.comm.base import bits
 
 _MOST_THREADS = 4
@@ -23,7 +23,7 @@ _PIECE_BYTES = 4 * CHUNK_BYTES
 
 
 def read_tensors(
-    place: Place, folder: str, manifest: Manifest, into: Mapping[int, Tensor] | None = None, only: Sequence[int] | None = None
+    storage: Storage, folder: str, manifest: Manifest, into: Mapping[int, Tensor] | None = None, only: Sequence[int] | None = None
 ) -> dict[int, Tensor]:
     """Number -> tensor on the host, of all (or ``only`` some). ``into``: memory to use for some of them, contiguous, of that
     dtype and shape; it holds anything after an error. ``Damaged`` where a byte is not what was written, or a file is not there.
@@ -32,7 +32,7 @@ def read_tensors(
     with ExitStack() as opened:
         sources: dict[str, Source] = {}
         for name, file in manifest.files.items():
-            sources[name] = opened.enter_context(closing(_open(place, folder, name, file)))
+            sources[name] = opened.enter_context(closing(_open(storage, folder, name, file)))
         found = {number: (into or {}).get(number, _empty(manifest.tensors[number])) for number in wanted}
         largest_first = sorted(wanted, key=lambda number: -manifest.tensors[number].bytes)
         with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1)) as pool:
@@ -46,10 +46,10 @@ def _empty(stored: Stored) -> Tensor:
     return torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
 
 
-def _open(place: Place, folder: str, name: str, file: File) -> Source:
+def _open(storage: Storage, folder: str, name: str, file: File) -> Source:
     """Its size and header are those that were written."""
     try:
-        source = place.open(folder, name)
+        source = storage.open(folder, name)
     except OSError as error:
         raise Damaged(f"{name} cannot be opened ({error.strerror or error})") from None
     try:

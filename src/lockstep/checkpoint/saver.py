@@ -18,18 +18,18 @@ from typing import Any, Protocol
 
 import torch
 
-from lockstep.checkpoint.layout import Layout, lay_out_state
+from lockstep.checkpoint.background_write import Behind, Writing
 from lockstep.checkpoint.manifest import File, Manifest, Stored
-from lockstep.checkpoint.shelf import Shelf, new_folder
+from lockstep.checkpoint.retention import Retention, new_folder
 from lockstep.checkpoint.snapshot import Snapshot
-from lockstep.checkpoint.writing import Behind, Writing
+from lockstep.checkpoint.state_layout import Layout, lay_out_state
 from lockstep.comm.base import Comm
 from lockstep.comm.exchange import gather_bytes
-from lockstep.duty import Moment
+from lockstep.comm.plain_state import dtype_name
 from lockstep.errors import LockstepError, UsageError
-from lockstep.grads.control import PUBLISHED, SAVE, STOP, WROTE
-from lockstep.plan.cadence import Cadence
-from lockstep.state import dtype_name
+from lockstep.gradients.control_word import PUBLISHED, SAVE, STOP, WROTE
+from lockstep.plan.interval import Interval
+from lockstep.plan.step_end import StepEnd
 
 _LOOK_S = 1.0
 """A worker that is through looks so often whether the others are: a long write must not look like a hang."""
@@ -58,14 +58,14 @@ class Saver:
 
     def __init__(
         self,
-        shelf: Shelf,
-        cadence: Cadence,
+        retention: Retention,
+        cadence: Interval,
         whole: Whole,
         comm: Callable[[], Comm],
         tell: Callable[[str], None],
         published: Callable[[int, str], None],
     ) -> None:
-        self._shelf, self._cadence, self._whole, self._comm = shelf, cadence, whole, comm
+        self._retention, self._cadence, self._whole, self._comm = retention, cadence, whole, comm
         self._tell, self._published = tell, published
         self._snapshot = Snapshot()
         self._writing: Writing | None = None
@@ -91,7 +91,7 @@ class Saver:
 
     # -- what the others hear ----------------------------------------------------------------
 
-    def wishes(self) -> int:
+    def requests(self) -> int:
         told = 0
         if self._unconfirmed and self._publishing is not None and self._publishing.wait(0):
             told = PUBLISHED
@@ -107,16 +107,16 @@ class Saver:
 
     # -- between two steps ---------------------------------------------------------------------
 
-    def is_due(self, now: Moment) -> bool:
+    def is_due(self, now: StepEnd) -> bool:
         """Whether there is something to do together; the same on every worker."""
         return self._all_wrote(now) or self._wants_save(now) or self._must_stop(now)
 
-    def hear(self, now: Moment) -> None:
+    def hear(self, now: StepEnd) -> None:
         """After every step."""
-        if any(wish & PUBLISHED for wish in now.wishes):
+        if any(request & PUBLISHED for request in now.requests):
             self._unconfirmed = False
 
-    def act(self, now: Moment) -> None:
+    def act(self, now: StepEnd) -> None:
         """Collective."""
         if self._all_wrote(now):
             self._conclude()
@@ -128,16 +128,16 @@ class Saver:
     def done(self) -> None:
         self.asked = False
 
-    def _all_wrote(self, now: Moment) -> bool:
-        return self._writing is not None and bool(now.wishes) and all(wish & WROTE for wish in now.wishes)
+    def _all_wrote(self, now: StepEnd) -> bool:
+        return self._writing is not None and bool(now.requests) and all(request & WROTE for request in now.requests)
 
-    def _must_stop(self, now: Moment) -> bool:
-        return any(wish & STOP for wish in now.wishes)
+    def _must_stop(self, now: StepEnd) -> bool:
+        return any(request & STOP for request in now.requests)
 
-    def _wants_save(self, now: Moment) -> bool:
+    def _wants_save(self, now: StepEnd) -> bool:
         if self.asked or self._cadence.is_due(now.step, now.epoch, ends_epoch=now.ends_epoch):
             return True
-        return self.last_step != now.step and any(wish & (SAVE | STOP) for wish in now.wishes)
+        return self.last_step != now.step and any(request & (SAVE | STOP) for request in now.requests)
 
     def prepare(self) -> None:
         """After the first step, when the state has its size: mistakes are told now, and memory is got behind the training."""
@@ -162,7 +162,7 @@ class Saver:
         self._snapshot.take(layout.tensors, layout.names, [(file, ns, metadata) for file, ns in layout.parts[comm.rank]])
         index = layout.index() if comm.rank == 0 else None
         self._folder, self._step, self._layout, self._failed = folder, step, layout, ""
-        self._writing = Writing(self._shelf.place, folder, self._snapshot, index)
+        self._writing = Writing(self._retention.storage, folder, self._snapshot, index)
         self._began_at = time.monotonic()
         self.last_step, self._owed = step, False
         self._suspects, self._suspect = self._suspect, None
@@ -230,7 +230,7 @@ class Saver:
             self._suspect_again()
             self._fail(failures[0])
             if comm.rank == 0:
-                self._publishing = Behind(lambda: self._shelf.place.remove(self._folder), "remove", outlives=True)
+                self._publishing = Behind(lambda: self._retention.storage.remove(self._folder), "remove", outlives=True)
             return
         self._unconfirmed = True
         if comm.rank == 0:
@@ -239,19 +239,21 @@ class Saver:
 
     def _publish(self, manifest: Manifest, folder: str) -> None:
         try:
-            self._shelf.place.publish(folder, manifest.to_json())
+            self._retention.storage.publish(folder, manifest.to_json())
         except Exception as error:  # noqa: BLE001 - whatever storage raises
             self._fail(f"rank 0: {type(error).__name__}: {error}")
             return
-        self._published(manifest.step, f"{self._shelf.place.url}/{folder}")
+        self._published(manifest.step, f"{self._retention.storage.url}/{folder}")
         try:
-            self._shelf.tidy(folder, self.agreed_at(manifest.step), self._suspects)
+            self._retention.tidy(folder, self.agreed_at(manifest.step), self._suspects)
         except Exception as error:  # noqa: BLE001
-            self._tell(f"older checkpoints in {self._shelf.place.url} could not be removed ({error}); they are tried again later.")
+            self._tell(
+                f"older checkpoints in {self._retention.storage.url} could not be removed ({error}); they are tried again later."
+            )
 
     def _fail(self, why: str) -> None:
-        place = self._shelf.place.url
-        self._failed = f"the checkpoint of step {self._step} in {place} was not written: {why}"
+        storage = self._retention.storage.url
+        self._failed = f"the checkpoint of step {self._step} in {storage} was not written: {why}"
         if self._comm().rank == 0:
             self._tell(f"{self._failed}. The checkpoint before it is as it was.")
 

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint.tensorfile import Entry, header, lay_out
-from lockstep.state import dtype_name
+from lockstep.checkpoint.tensor_file import Entry, header, lay_out
+from lockstep.comm.plain_state import dtype_name
 
 PAGE = 4096
 
 
 @dataclass(frozen=True)
-class Sheet:
+class FilePlan:
     """One file to be written: its name, its header, its tensors, and where its data lies in the snapshot's memory."""
 
     file: str
@@ -46,7 +46,7 @@ class Snapshot:
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
-        self.sheets: tuple[Sheet, ...] = ()
+        self.file_plans: tuple[FilePlan, ...] = ()
         self._views: list[Tensor] = []
         self._shape: Any = None
         """What the layout was made for: from one checkpoint to the next it is the same."""
@@ -66,7 +66,7 @@ class Snapshot:
             self._shape = None
             self._lay_out(tensors, names, files)
             self._shape = shape
-        there = [tensors[number].detach() for sheet in self.sheets for number in sheet.numbers]
+        there = [tensors[number].detach() for file_plan in self.file_plans for number in file_plan.numbers]
         if there:
             with torch.no_grad():
                 torch._foreach_copy_(self._views, there, non_blocking=self._memory.is_pinned())
@@ -74,35 +74,35 @@ class Snapshot:
             torch.cuda.synchronize()
 
     def _lay_out(self, tensors: Sequence[Tensor], names: Sequence[str], files: Files) -> None:
-        sheets, begin = [], 0
+        file_plans, begin = [], 0
         for file, numbers, metadata in files:
-            sheet = sheet_of(file, numbers, names, tensors, metadata, begin)
-            sheets.append(sheet)
-            begin += -(-sheet.bytes // PAGE) * PAGE
+            file_plan = sheet_of(file, numbers, names, tensors, metadata, begin)
+            file_plans.append(file_plan)
+            begin += -(-file_plan.bytes // PAGE) * PAGE
         self.prepare(begin, any(tensors[number].is_cuda for _, numbers, _ in files for number in numbers))
-        self.sheets = tuple(sheets)
+        self.file_plans = tuple(file_plans)
         self._views = [
-            self.tensor(sheet, entry).view(tensors[number].dtype).view(tensors[number].shape)
-            for sheet in sheets
-            for number, entry in zip(sheet.numbers, sheet.entries, strict=True)
+            self.tensor(file_plan, entry).view(tensors[number].dtype).view(tensors[number].shape)
+            for file_plan in file_plans
+            for number, entry in zip(file_plan.numbers, file_plan.entries, strict=True)
         ]
 
-    def data(self, sheet: Sheet) -> memoryview:
+    def data(self, file_plan: FilePlan) -> memoryview:
         """A file's data, without its header."""
-        return memory_of(self._memory[sheet.begin : sheet.begin + sheet.bytes])
+        return memory_of(self._memory[file_plan.begin : file_plan.begin + file_plan.bytes])
 
-    def tensor(self, sheet: Sheet, entry: Entry) -> Tensor:
+    def tensor(self, file_plan: FilePlan, entry: Entry) -> Tensor:
         """One tensor's bytes."""
-        return self._memory[sheet.begin + entry.begin : sheet.begin + entry.end]
+        return self._memory[file_plan.begin + entry.begin : file_plan.begin + entry.end]
 
 
 def sheet_of(
     file: str, numbers: Sequence[int], names: Sequence[str], tensors: Sequence[Tensor], metadata: Mapping[str, str], begin: int
-) -> Sheet:
+) -> FilePlan:
     entries = lay_out([(names[n], dtype_name(tensors[n].dtype), tuple(tensors[n].shape)) for n in numbers])
     in_order = sorted(zip(entries, numbers, strict=True), key=lambda pair: pair[0].begin)
     placed = tuple(entry for entry, _ in in_order)
-    return Sheet(file, header(placed, metadata), placed, tuple(number for _, number in in_order), begin)
+    return FilePlan(file, header(placed, metadata), placed, tuple(number for _, number in in_order), begin)
 
 
 def memory_of(flat: Tensor) -> memoryview:

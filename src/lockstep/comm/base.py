@@ -51,7 +51,7 @@ class Comm(Protocol):
         """All-reduce a contiguous tensor in place."""
 
     def fold(self, tensor: Tensor, fold: Fold, scale: float | None, what: str) -> Pending:
-        """All-reduce along one fixed tree (plan/tree.py): bit-equal for every dealing of lanes.
+        """All-reduce along one fixed tree (plan/tree.py): bit-equal for every assignment of lanes.
 
         ``tensor`` is contiguous and flat, ``fold.width`` rows of n elements, best from ``buffer``. This rank's values of
         ``fold.held[rank]`` are its first rows; what lies in the others does not matter. Afterwards row 0 of every rank

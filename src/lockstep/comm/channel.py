@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.comm.flags import PlainCounters
-from lockstep.comm.room import PAGE_BYTES, round_up
-from lockstep.comm.running import Steps
+from lockstep.comm.counters import PlainCounters
+from lockstep.comm.operation import Steps
 from lockstep.comm.segment import Segment, SegmentError
+from lockstep.comm.shared_bucket import PAGE_BYTES, round_up
 
 SLOT_BYTES = 1 << 20
 

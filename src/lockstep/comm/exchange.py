@@ -6,12 +6,19 @@ Knows nothing of gradients. Everything here is collective: all ranks must call i
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lockstep.comm.base import Comm, Pending, bits
+from lockstep.errors import InvariantError, UsageError
+
+Row = Sequence[str]
+"""One line of a comparison: kind, name, value. For example "parameter", "body.weight", "shape [3, 4], ..."."""
 
 CHUNK_BYTES = 64 << 20
 
@@ -76,3 +83,52 @@ def _pieces(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
         group.append(tensor)
         open_[key] = (group, held + tensor.nbytes)
     return pieces + [group for group, _ in open_.values()]
+
+
+def require_equal(comm: Comm, rows: Sequence[Row], differ: str, remedy: str) -> None:
+    """Compare ``rows`` with every rank's. All ranks must call it.
+
+    Raises:
+        UsageError: On every rank, with the first row in which a rank differs from rank 0.
+    """
+    if comm.size == 1:
+        return
+    text = json.dumps(rows).encode()
+    digests = gather_bytes(comm, hashlib.sha256(text).digest(), "a fingerprint")
+    if len(set(digests)) == 1:
+        return
+    everyone = [json.loads(each) for each in gather_bytes(comm, text, "what each rank has")]
+    raise UsageError(f"{_describe_difference(everyone, differ)}. {remedy}")
+
+
+def require_same_model(
+    comm: Comm, params: Sequence[tuple[str, Tensor]], buffers: Sequence[tuple[str, Tensor]], settings: Mapping[str, Any]
+) -> None:
+    """Compare the model's layout and ``settings`` on all ranks. All ranks must call it.
+
+    Raises:
+        UsageError: On every rank, if a name, shape, stride, dtype, requires_grad or setting differs.
+    """
+    rows = [["setting", k, str(v)] for k, v in settings.items()] + [
+        [kind, name, f"shape {list(t.shape)}, strides {list(t.stride())}, {t.dtype}, requires_grad={t.requires_grad}"]
+        for kind, tensors in (("parameter", params), ("buffer", buffers))
+        for name, t in tensors
+    ]
+    require_equal(
+        comm, rows, "hold different models", "Build the same model with the same settings on every rank before replicating it."
+    )
+
+
+def _describe_difference(everyone: Sequence[Sequence[Row]], differ: str) -> str:
+    """Name the first row in which a rank differs from rank 0, with both values."""
+    for rank, other in enumerate(everyone):
+        for at in range(max(len(everyone[0]), len(other))):
+            mine = everyone[0][at] if at < len(everyone[0]) else None
+            theirs = other[at] if at < len(other) else None
+            if mine != theirs:
+                return f"rank 0 and rank {rank} {differ}: rank 0 has {_show(mine)}, rank {rank} has {_show(theirs)}"
+    raise InvariantError("the fingerprints of the ranks differ, but no row does")
+
+
+def _show(row: Row | None) -> str:
+    return "nothing more" if row is None else f"{row[0]} {row[1]} ({row[2]})"

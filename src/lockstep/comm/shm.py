@@ -37,13 +37,13 @@ from torch import Tensor
 
 from lockstep.comm.base import Op, Pending, bits, real
 from lockstep.comm.channel import SLOT_BYTES, Channel
-from lockstep.comm.flags import PlainCounters, counters_for
+from lockstep.comm.counters import PlainCounters, counters_for
 from lockstep.comm.fold import BLOCK_BYTES, check_fold, fold_here, rows_of, values_of
-from lockstep.comm.guard import Guard
+from lockstep.comm.operation import Operation, Steps
+from lockstep.comm.peer_health import PeerHealth
 from lockstep.comm.peers import Peers
-from lockstep.comm.room import Room, combine, sum_into
-from lockstep.comm.running import Running, Steps
 from lockstep.comm.segment import Segment, SegmentError
+from lockstep.comm.shared_bucket import SharedBucket, combine, sum_into
 from lockstep.comm.store import await_ranks
 from lockstep.errors import PeerError
 from lockstep.plan.tree import Fold
@@ -67,13 +67,13 @@ class Shm:
         timeout_s: float = 600.0,
         need_bytes: int = 0,
         counters: type[PlainCounters] | None = None,
-        guard: Guard | None = None,
+        guard: PeerHealth | None = None,
     ) -> None:
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
         self._counters = counters or counters_for()
-        self._rooms: dict[int, Room] = {}
-        self._running: list[Running] = []
-        self._queue: deque[Running] = deque()  # operations that use the channel: one at a time, in order
+        self._rooms: dict[int, SharedBucket] = {}
+        self._running: list[Operation] = []
+        self._queue: deque[Operation] = deque()  # operations that use the channel: one at a time, in order
         self._crowded = size > len(os.sched_getaffinity(0))
         self._warned = False
         await_ranks(store, rank, size, timeout_s)
@@ -81,7 +81,7 @@ class Shm:
         self._peers = Peers(store, rank, size)
         aborted = self._channel.aborted  # the guard's thread must not keep this comm alive
         self.flag_abort: Callable[[], None] = lambda: aborted.publish(rank, 1)
-        self._guard = guard or Guard(store, rank, size, self.flag_abort)
+        self._guard = guard or PeerHealth(store, rank, size, self.flag_abort)
         self._finalizer = weakref.finalize(self, _shut, self._guard, self._peers)
         if need_bytes and size > 1:
             try:
@@ -100,7 +100,7 @@ class Shm:
         """Collective: every rank maps every rank's buffer. Private memory (and the channel) where there is no room."""
         if device.type != "cpu" or numel == 0:
             return torch.zeros(numel, dtype=dtype, device=device)
-        nbytes = Room.nbytes(self.size, numel, dtype, self._counters)
+        nbytes = SharedBucket.nbytes(self.size, numel, dtype, self._counters)
         try:
             segment = self._new_segment(nbytes)
         except SegmentError as error:
@@ -110,7 +110,7 @@ class Shm:
                     f"a bucket does not fit into shared memory ({error.reason}); it travels in pieces, slower.", stacklevel=2
                 )
             return torch.zeros(numel, dtype=dtype)
-        room = Room(segment, self.rank, self.size, numel, dtype, self._counters)
+        room = SharedBucket(segment, self.rank, self.size, numel, dtype, self._counters)
         self.barrier("a shared bucket's counters")
         tensor = room.buffers[self.rank].view(-1)  # another object, whose end is the room's end
         self._rooms[tensor.data_ptr()] = room
@@ -132,14 +132,14 @@ class Shm:
             return self._enqueue(self._fold_foreign(tensor, fold, scale), count, what)
         return self.start(self._fold_room(room, fold, scale), count, what)
 
-    def room_of(self, tensor: Tensor) -> Room | None:
+    def room_of(self, tensor: Tensor) -> SharedBucket | None:
         """The shared bucket that this tensor is, or None."""
         room = self._rooms.get(tensor.data_ptr()) if not tensor.is_cuda else None
         return room if room is not None and tensor.numel() == room.buffers[self.rank].numel() else None
 
     def start(self, steps: Steps, count: int, what: str) -> Pending:
         """Run ``steps`` as far as they go; the rest happens in later calls."""
-        running = Running(self, steps, count, what)
+        running = Operation(self, steps, count, what)
         self._running.append(running)
         self.progress()
         return running
@@ -195,7 +195,7 @@ class Shm:
 
     # -- operations --------------------------------------------------------------------------
 
-    def _reduce_room(self, room: Room, op: Op) -> Steps:
+    def _reduce_room(self, room: SharedBucket, op: Op) -> Steps:
         epoch = room.deposit()
         while not room.deposited.reached(epoch):
             yield
@@ -219,7 +219,7 @@ class Shm:
 
         return self._channel.exchange(f"{op} of {wire.dtype}", data.numel(), lambda at, slot: _fill(slot, data, at), read)
 
-    def _fold_room(self, room: Room, fold: Fold, scale: float | None) -> Steps:
+    def _fold_room(self, room: SharedBucket, fold: Fold, scale: float | None) -> Steps:
         epoch = room.deposit()
         while not room.deposited.reached(epoch):
             yield
@@ -249,8 +249,8 @@ class Shm:
         step_bytes = max(1, SLOT_BYTES // column_bytes) * column_bytes
         return self._channel.exchange(f"fold of {fold.width} x {rows.dtype}", rows.nbytes, write, read, step_bytes)
 
-    def _enqueue(self, steps: Steps, count: int, what: str) -> Running:
-        running = Running(self, steps, count, what)
+    def _enqueue(self, steps: Steps, count: int, what: str) -> Operation:
+        running = Operation(self, steps, count, what)
         self._queue.append(running)
         self.progress()
         return running
@@ -284,7 +284,7 @@ class Shm:
 
     # -- waiting -----------------------------------------------------------------------------
 
-    def await_(self, running: Running, timeout_s: float | None) -> None:
+    def await_(self, running: Operation, timeout_s: float | None) -> None:
         """Spin a little, then let others have the core, then sleep; look for aborts, deaths and the clock."""
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         began = time.monotonic()
@@ -307,10 +307,10 @@ class Shm:
                 looked_at = now
                 self._look_around(running, now - began, limit_s)
 
-    def explain(self, running: Running, error: RuntimeError) -> PeerError:
+    def explain(self, running: Operation, error: RuntimeError) -> PeerError:
         return self._guard.explain(running.count, running.what, 0.0, str(error).splitlines()[0][:160])
 
-    def _look_around(self, running: Running, waited_s: float, limit_s: float) -> None:
+    def _look_around(self, running: Operation, waited_s: float, limit_s: float) -> None:
         if max(self._channel.aborted.read()):
             raise self._guard.explain(running.count, running.what, waited_s, "another worker aborted")
         dead = self._peers.dead()
@@ -326,6 +326,6 @@ def _fill(slot: Tensor, data: Tensor, at: int) -> None:
     slot.copy_(data[at : at + slot.numel()])
 
 
-def _shut(guard: Guard, peers: Peers) -> None:
+def _shut(guard: PeerHealth, peers: Peers) -> None:
     guard.close()
     peers.close()

@@ -22,10 +22,10 @@ from torch import Tensor
 
 from lockstep.comm.base import Op, Pending, bits, real
 from lockstep.comm.fold import check_fold, fold_here, rows_of
-from lockstep.comm.fold_stream import fold_on_stream
-from lockstep.comm.fold_wire import Mesh, Spare, Wire, finish, pieces, through_host
-from lockstep.comm.guard import Guard
-from lockstep.comm.running import Done, Last, Running, Steps, Turns
+from lockstep.comm.fold_gloo import Mesh, Spare, Wire, finish, pieces, through_host
+from lockstep.comm.fold_nccl import fold_on_stream
+from lockstep.comm.operation import Done, InOrder, Last, Operation, Steps
+from lockstep.comm.peer_health import PeerHealth
 from lockstep.comm.sockets import Connections
 from lockstep.comm.store import await_ranks
 from lockstep.comm.waits import CudaPending, GlooPending, Recorded, first_line, slice_of_wait
@@ -72,8 +72,8 @@ class TorchGroup:
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
         self._in_flight: deque[CudaPending] = deque()
         self._in_flight_lock = threading.Lock()
-        self._running: list[Running] = []  # folds over gloo
-        self._returning = Turns()
+        self._running: list[Operation] = []  # folds over gloo
+        self._returning = InOrder()
         self._spare = Spare()
         self.beside: Callable[[], bool] | None = None
         """What a wait lets go on instead of our own folds, where this is part of a larger comm: see ``GlooPending``."""
@@ -95,7 +95,7 @@ class TorchGroup:
             self._nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, options)
             self._nccl.eager_connect_single_device(device)
         self.name = "gloo" if self._nccl is None else "nccl"
-        self.guard = Guard(store, rank, size, _breaker(self._connections, self._nccl))
+        self.guard = PeerHealth(store, rank, size, _breaker(self._connections, self._nccl))
         if self._nccl is not None:
             self.guard.watch.each_poll(_weakly(self._check_cuda))
         self._finalizer = weakref.finalize(
@@ -182,8 +182,8 @@ class TorchGroup:
         with connecting(self.guard):
             self._gloo.append(build_gloo(dist.PrefixStore("results", self._store), self.rank, self.size, self._connections))
 
-    def _start(self, tensor: Tensor, fold: Fold, scale: float | None, count: int, what: str) -> Running:
-        running = Running(self, self.fold_steps(tensor, fold, scale, count, what), count, what)
+    def _start(self, tensor: Tensor, fold: Fold, scale: float | None, count: int, what: str) -> Operation:
+        running = Operation(self, self.fold_steps(tensor, fold, scale, count, what), count, what)
         self._running.append(running)
         self.progress()
         return running
@@ -212,7 +212,7 @@ class TorchGroup:
             tensor.record_stream(self._side)
             return self._track(Recorded(self._side, tensor.device), count, what)
 
-    def await_(self, running: Running, timeout_s: float | None) -> None:
+    def await_(self, running: Operation, timeout_s: float | None) -> None:
         """Block on one work at a time, and look up now and then."""
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         started = time.monotonic()
@@ -230,7 +230,7 @@ class TorchGroup:
             except RuntimeError:
                 continue  # the slice is over, or the work failed: its steps find out
 
-    def _next_work(self, running: Running) -> Any:
+    def _next_work(self, running: Operation) -> Any:
         """The oldest values that have to be added here, before results that come by themselves."""
         for one in self._running:
             if one.waits_for is not None and not isinstance(one.waits_for, Last):
@@ -238,7 +238,7 @@ class TorchGroup:
         assert isinstance(running.waits_for, Last), "a turn that nobody has"
         return running.waits_for.work
 
-    def explain(self, running: Running, error: RuntimeError) -> PeerError:
+    def explain(self, running: Operation, error: RuntimeError) -> PeerError:
         return self.guard.explain(running.count, running.what, 0.0, first_line(error))
 
     # -- CUDA --------------------------------------------------------------------------------
@@ -270,7 +270,7 @@ def build_gloo(store: dist.Store, rank: int, size: int, connections: Connections
 
 
 @contextmanager
-def connecting(guard: Guard) -> Iterator[None]:
+def connecting(guard: PeerHealth) -> Iterator[None]:
     """Around groups that are built in the middle of a comm's life: a failure is explained, and an abort is not missed."""
     try:
         yield
@@ -302,7 +302,7 @@ def _weakly(method: Callable[[], None]) -> Callable[[], None]:
     return call
 
 
-def _shut(guard: Guard, connections: Connections, gloo: list[Any], nccl: Any) -> None:
+def _shut(guard: PeerHealth, connections: Connections, gloo: list[Any], nccl: Any) -> None:
     guard.close()
     if nccl is not None:
         nccl.shutdown()

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lockstep.comm.guard import Guard
+from lockstep.comm.peer_health import PeerHealth
 
 _SLICE_S = 0.5  # a wait looks up this often, so that Ctrl-C gets through
 _GLANCE_S = 0.001  # and this often where another operation may need this thread
@@ -26,7 +26,9 @@ def slice_of_wait(left_s: float, busy: bool) -> timedelta:
 class GlooPending:
     """``meanwhile`` lets other operations go on, and says whether some are left."""
 
-    def __init__(self, guard: Guard, timeout_s: float, work: Any, count: int, what: str, meanwhile: Callable[[], bool]) -> None:
+    def __init__(
+        self, guard: PeerHealth, timeout_s: float, work: Any, count: int, what: str, meanwhile: Callable[[], bool]
+    ) -> None:
         self._guard, self._timeout_s, self._work, self._count, self._what = guard, timeout_s, work, count, what
         self._meanwhile = meanwhile
 
@@ -56,7 +58,7 @@ class GlooPending:
 class CudaPending:
     """``work`` has ``wait``, which lets the current stream wait, and ``is_completed``."""
 
-    def __init__(self, guard: Guard, work: Any, count: int, what: str) -> None:
+    def __init__(self, guard: PeerHealth, work: Any, count: int, what: str) -> None:
         self._guard, self._work, self.count, self.what = guard, work, count, what
         self._since: float | None = None
 

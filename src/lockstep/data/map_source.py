@@ -16,11 +16,11 @@ import torch
 from torch.utils.data import BatchSampler, DistributedSampler, TensorDataset, default_collate
 
 from lockstep.data.checks import check_arguments
-from lockstep.data.feed import Feed
+from lockstep.data.request_loader import RequestLoader
 from lockstep.data.seeding import preserved_randomness, seed_everything
-from lockstep.data.source import Micro
+from lockstep.data.source import MicroBatch
 from lockstep.errors import UsageError
-from lockstep.plan.lanes import Pass, cut, passes
+from lockstep.plan.lanes import MicroBatchPlan, cut, plan_micro_batches
 from lockstep.plan.samples import COLLATE, SAMPLER, Order, Permutation, batch_of, sample_seed, steps_per_epoch
 
 STAND_IN = 2
@@ -63,7 +63,7 @@ class MapSource:
                 f"Pass global_batch<={self.length}, or drop_last=False."
             )
         self.steps = self.steps_in_epoch * epochs
-        self._feed = Feed(_Fetch(dataset, collate_fn, seed), num_workers, pin_memory, prefetch_factor)
+        self._feed = RequestLoader(_Fetch(dataset, collate_fn, seed), num_workers, pin_memory, prefetch_factor)
 
     def samples(self, step: int) -> int:
         """Samples in a step's global batch; ``step`` counts within the epoch or over all of them."""
@@ -74,7 +74,7 @@ class MapSource:
         """Of the order a sampler of the user's gives; 0 where the order is ours, and equal by construction."""
         return 0 if self._sampler is None else self._listed(epoch).fingerprint()
 
-    def indices(self, epoch: int, step: int, turn: Pass) -> list[int]:
+    def indices(self, epoch: int, step: int, turn: MicroBatchPlan) -> list[int]:
         """The samples of one turn, by their numbers in the dataset."""
         start, _ = batch_of(self.length, self._global_batch, step, self._drop_last)
         return self._order(epoch).window(start + turn.start, start + turn.stop)
@@ -82,9 +82,9 @@ class MapSource:
     def seek(self, epoch: int, step: int, lanes: tuple[int, int]) -> None:
         self._feed.turn(self._requests(epoch, step, lanes))
 
-    def take(self) -> Micro:
+    def take(self) -> MicroBatch:
         (epoch, step, lane, count), batch = self._feed.next()
-        return Micro(epoch, step, lane, count, batch)
+        return MicroBatch(epoch, step, lane, count, batch)
 
     def close(self) -> None:
         self._feed.close()
@@ -94,7 +94,7 @@ class MapSource:
             order = self._order(epoch)
             while step < self.steps_in_epoch:
                 start, stop = batch_of(self.length, self._global_batch, step, self._drop_last)
-                for turn in passes(lanes, cut(stop - start, self._lanes)):
+                for turn in plan_micro_batches(lanes, cut(stop - start, self._lanes)):
                     count = turn.stop - turn.start
                     first, last = (start + turn.start, start + turn.stop) if count else (start, min(start + STAND_IN, stop))
                     yield _Request((epoch, step, turn.lane, count), order.window(first, last))

@@ -2,7 +2,7 @@
 
 Owns the order of events in a loop; what happens at each is the driver's (``Run``'s) business:
 
-    enter  [start_epoch  [start_step  [start_turn  <loop body>  end_turn]... ]... ]... exhausted  leave
+    enter  [start_epoch  [start_step  [start_micro_batch  <loop body>  end_micro_batch]... ]... ]... exhausted  leave
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from lockstep.data.map_source import MapSource
-from lockstep.data.source import Micro
+from lockstep.data.source import MicroBatch
 from lockstep.data.stream_source import StreamSource
 from lockstep.errors import InvariantError, UsageError
-from lockstep.plan.lanes import Pass, cut, passes
+from lockstep.plan.lanes import MicroBatchPlan, cut, plan_micro_batches
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Step:
     ends_epoch: bool
 
 
-class Redealt(Exception):
+class StepRestarted(Exception):
     """Raised by the driver: the world has changed, and with it this worker's lanes. Deal again from the driver's position."""
 
 
@@ -60,9 +60,9 @@ class Driver(Protocol):
     def holds(self, lane: int, samples: list[int]) -> None:
         """For the ledger: the next turn's samples, by their numbers."""
 
-    def start_turn(self, lane: int, is_last: bool) -> None: ...
+    def start_micro_batch(self, lane: int, is_last: bool) -> None: ...
 
-    def end_turn(self) -> None: ...
+    def end_micro_batch(self) -> None: ...
 
     def exhausted(self) -> None:
         """The loop has come to its end, on every worker."""
@@ -104,11 +104,13 @@ class Shard:
         try:
             while self._driver.position[0] < self._epochs:  # again after each change of the world
                 try:
-                    for micro, is_last in self._map_turns(source) if isinstance(source, MapSource) else self._stream_turns(source):
-                        self._driver.start_turn(micro.lane, is_last)
+                    for micro, is_last in (
+                        self._map_micro_batches(source) if isinstance(source, MapSource) else self._stream_micro_batches(source)
+                    ):
+                        self._driver.start_micro_batch(micro.lane, is_last)
                         yield micro.batch
-                        self._driver.end_turn()
-                except Redealt:
+                        self._driver.end_micro_batch()
+                except StepRestarted:
                     continue
             self._driver.exhausted()
         except GeneratorExit:
@@ -118,7 +120,7 @@ class Shard:
             source.close()
             self._driver.leave()
 
-    def _map_turns(self, source: MapSource) -> Iterator[tuple[Micro, bool]]:
+    def _map_micro_batches(self, source: MapSource) -> Iterator[tuple[MicroBatch, bool]]:
         """From the driver's position on; it moves on when a step commits."""
         lanes = self._driver.lanes_here
         source.seek(*self._driver.position, lanes)
@@ -129,7 +131,7 @@ class Shard:
                 self._driver.start_epoch(source.fingerprint(epoch))
             fresh = False
             cuts = cut(source.samples(index), self._lanes)
-            turns = passes(lanes, cuts)
+            turns = plan_micro_batches(lanes, cuts)
             micro = source.take()
             counts = tuple(stop - start for start, stop in cuts)
             self._driver.start_step(Step(epoch, index, counts, index == source.steps_in_epoch - 1))
@@ -140,7 +142,7 @@ class Shard:
                     self._driver.holds(turn.lane, source.indices(epoch, index, turn))
                 yield micro, at == len(turns) - 1
 
-    def _stream_turns(self, source: StreamSource) -> Iterator[tuple[Micro, bool]]:
+    def _stream_micro_batches(self, source: StreamSource) -> Iterator[tuple[MicroBatch, bool]]:
         lanes = self._driver.lanes_here
         while self._driver.position[0] < self._epochs:
             epoch, index = self._driver.position
@@ -163,11 +165,11 @@ class Shard:
                 micros, counts = following
                 index += 1
 
-    def _next_of_stream(self, source: StreamSource, lanes: tuple[int, int]) -> tuple[list[Micro], tuple[int, ...]]:
+    def _next_of_stream(self, source: StreamSource, lanes: tuple[int, int]) -> tuple[list[MicroBatch], tuple[int, ...]]:
         micros = [source.take() for _ in range(*lanes)]
         return micros, self._driver.gather_counts([micro.count for micro in micros])
 
 
-def _require_match(micro: Micro, epoch: int, index: int, turn: Pass) -> None:
+def _require_match(micro: MicroBatch, epoch: int, index: int, turn: MicroBatchPlan) -> None:
     if (micro.epoch, micro.step, micro.lane, micro.count) != (epoch, index, turn.lane, turn.stop - turn.start):
         raise InvariantError(f"the source gave {micro.epoch, micro.step, micro.lane} for step {index} of epoch {epoch}, {turn}")

@@ -1,4 +1,4 @@
-"""What a loader deals from: the Source protocol and its Micro. Knows nothing of datasets, commits or other workers."""
+"""What a loader deals from: the Source protocol and its MicroBatch. Knows nothing of datasets, commits or other workers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 
 @dataclass(frozen=True)
-class Micro:
+class MicroBatch:
     """One turn of a worker's loop body: what one lane has in one step. ``step`` counts within the epoch.
 
     ``count`` is the number of samples that count. 0: ``batch`` is a stand-in, there only for the
@@ -31,7 +31,7 @@ class Source(Protocol):
         position is dropped by its tag, and loader processes stay alive. Starts and waits for nothing.
         """
 
-    def take(self) -> Micro:
+    def take(self) -> MicroBatch:
         """The next micro-batch in order. Waits for the dataset. StopIteration past the last epoch."""
 
     def close(self) -> None:

@@ -24,9 +24,9 @@ from torch.utils.data import default_collate, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from lockstep.data.checks import check_arguments
-from lockstep.data.feed import Feed
+from lockstep.data.request_loader import RequestLoader
 from lockstep.data.seeding import seed_everything
-from lockstep.data.source import Micro
+from lockstep.data.source import MicroBatch
 from lockstep.errors import InvariantError, UsageError
 from lockstep.plan.samples import COLLATE, STREAM, lane_seed, sample_seed
 
@@ -37,7 +37,7 @@ STAND_IN = 2
 class StreamSource:
     """Deals a dataset that has ``__iter__`` alone. All workers must build it with equal arguments.
 
-    ``take()`` gives one Micro for every lane of the worker in every step, also for lanes that have
+    ``take()`` gives one MicroBatch for every lane of the worker in every step, also for lanes that have
     ended, on and on: only the caller, who hears of all workers, knows when an epoch is over, and seeks
     the next one.
     """
@@ -64,24 +64,24 @@ class StreamSource:
         self._epochs, self._num_workers = epochs, num_workers
         self._fetch = _Fetch(dataset, collate_fn, lanes, global_batch, seed)
         self._loading = (pin_memory, prefetch_factor)
-        self._feed: Feed | None = None
+        self._feed: RequestLoader | None = None
         self._last: Any = None
 
     def seek(self, epoch: int, step: int, lanes: tuple[int, int]) -> None:
         processes = _processes(self._num_workers, lanes[1] - lanes[0])
         if self._feed is None or self._feed.num_workers != processes:
             self.close()
-            self._feed = Feed(self._fetch, processes, *self._loading)
+            self._feed = RequestLoader(self._fetch, processes, *self._loading)
         self._feed.turn(self._requests(epoch, step, lanes))
 
-    def take(self) -> Micro:
+    def take(self) -> MicroBatch:
         if self._feed is None:
             raise InvariantError("a source was asked before its first seek(), or after close()")
         (epoch, step, lane, count), batch = self._feed.next()
         if batch is None:
             batch = self._last
         self._last = batch
-        return Micro(epoch, step, lane, count, batch)
+        return MicroBatch(epoch, step, lane, count, batch)
 
     def close(self) -> None:
         if self._feed is not None:

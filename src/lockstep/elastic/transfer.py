@@ -10,12 +10,12 @@ import torch
 
 from lockstep.comm.base import Comm
 from lockstep.comm.exchange import broadcast_in_place, gather_bytes
-from lockstep.state import empty_tensors, flatten, unflatten
+from lockstep.comm.plain_state import empty_tensors, flatten, unflatten
 
 
 @dataclass(frozen=True)
-class Place:
-    """How far a worker is: steps committed (-1: it holds nothing), sites passed since (elastic/acts.py), and the one it is at."""
+class Progress:
+    """How far a worker is: steps committed (-1: it holds no state), collective points passed since, and the one it is in."""
 
     steps: int = -1
     passed: int = 0
@@ -25,7 +25,7 @@ class Place:
 @dataclass(frozen=True)
 class Aligned:
     """``state``: where this worker was behind a commit, that of one that was not, which had passed ``passed`` sites since.
-    ``is_told``: another had completed the act that this one is in, with ``result``.
+    ``is_told``: another had completed the action that this one is in, with ``result``.
     """
 
     state: Any = None
@@ -59,12 +59,12 @@ def carry(comm: Comm, value: Callable[[], Any], source: int, to: Sequence[int], 
     return None
 
 
-def align(comm: Comm, mine: Place, state: Callable[[], Any], results: Mapping[int, Any], device: torch.device) -> Aligned:
-    """All ranks: bring those that are behind to the greatest committed step, and those out of an act that another has completed.
+def align(comm: Comm, mine: Progress, state: Callable[[], Any], results: Mapping[int, Any], device: torch.device) -> Aligned:
+    """All ranks: bring those that are behind to the greatest committed step, and those out of an action that another has completed.
 
-    ``state()`` captures this worker's, where others need it; ``results`` are those of its acts since the last commit.
+    ``state()`` captures this worker's, where others need it; ``results`` are those of its journal since the last commit.
     """
-    everyone = places(comm, mine)
+    everyone = gather_progress(comm, mine)
     steps = max(place.steps for place in everyone)
     behind = [rank for rank, place in enumerate(everyone) if place.steps < steps]
     aligned = Aligned()
@@ -82,12 +82,12 @@ def align(comm: Comm, mine: Place, state: Callable[[], Any], results: Mapping[in
     return aligned
 
 
-def places(comm: Comm, mine: Place) -> list[Place]:
+def gather_progress(comm: Comm, mine: Progress) -> list[Progress]:
     """Everybody's, by rank."""
     everyone = torch.zeros(comm.size, 3, dtype=torch.int64)
     comm.all_gather(everyone, torch.tensor(astuple(mine)), "how far each has come").wait()
-    return [Place(*row) for row in everyone.tolist()]
+    return [Progress(*row) for row in everyone.tolist()]
 
 
-def _first(everyone: Sequence[Place], fits: Callable[[Place], bool]) -> int:
+def _first(everyone: Sequence[Progress], fits: Callable[[Progress], bool]) -> int:
     return next(rank for rank, place in enumerate(everyone) if fits(place))

@@ -17,14 +17,14 @@ from dataclasses import dataclass
 
 from lockstep.launch import packets
 from lockstep.launch.console import Console, Failure, first_line, progress_of
-from lockstep.launch.door import Door
+from lockstep.launch.control_socket import ControlSocket
 from lockstep.launch.environment import threads_of, worker_environment
-from lockstep.launch.fleet import Fleet, Wanted
+from lockstep.launch.exit_status import ExitStatus
 from lockstep.launch.logs import Logs
-from lockstep.launch.outlet import Outlet
-from lockstep.launch.rundir import RunDir
-from lockstep.launch.verdict import Verdict
+from lockstep.launch.nonblocking_output import NonblockingOutput
+from lockstep.launch.run_folder import RunFolder
 from lockstep.launch.worker import STACK_SIGNAL, Job
+from lockstep.launch.worker_processes import Wanted, WorkerProcesses
 from lockstep.plan import membership as plan
 
 _TICK_S = 0.1
@@ -47,20 +47,20 @@ class Settings:
 class Agent:
     """``run`` blocks until the run is over and every process is gone; it returns the exit code."""
 
-    def __init__(self, settings: Settings, job: Job, run_dir: RunDir) -> None:
+    def __init__(self, settings: Settings, job: Job, run_dir: RunFolder) -> None:
         self._settings, self._job, self._run_dir = settings, job, run_dir
         self._selector = selectors.DefaultSelector()
-        self._outlet = Outlet()
+        self._outlet = NonblockingOutput()
         self._console = Console(self._outlet)
         self._logs = Logs(run_dir, self._console)
-        self._fleet = Fleet(self._selector, self, run_dir.path / "zygote.txt")
-        self._door = Door(run_dir.address, self._selector, self._asked)
+        self._fleet = WorkerProcesses(self._selector, self, run_dir.path / "zygote.txt")
+        self._door = ControlSocket(run_dir.address, self._selector, self._asked)
         self._state, self._first_actions, _ = plan.begin(settings.size, settings.policy)
         self._ranks: dict[int, int] = {id: id for id in range(settings.size)}
         self._took_part: set[int] = set()
         self._later: list[tuple[float, tuple[int, ...]]] = []  # (when, workers) to spawn
         self._kills: dict[int, float] = {}  # worker -> when
-        self._verdict = Verdict(self._console)
+        self._verdict = ExitStatus(self._console)
         self._end: plan.End | None = None
         self._stopped_by: int | None = None
         self._saved: tuple[int, str] | None = None  # the newest checkpoint: (step, where)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lockstep.launch.outlet import Outlet
+from lockstep.launch.nonblocking_output import NonblockingOutput
 
 _REDRAW_S = 0.1
 _PLAIN_S = 5.0
@@ -110,7 +110,7 @@ def _at(step: int) -> str:
 class Console:
     """``now`` is passed in. Descriptors 1 and 2 are written to; what they are is looked at once."""
 
-    def __init__(self, outlet: Outlet) -> None:
+    def __init__(self, outlet: NonblockingOutput) -> None:
         self._outlet = outlet
         self._is_terminal = {number: os.isatty(number) for number in (1, 2)}
         self._drawn = False

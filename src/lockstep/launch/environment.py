@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from lockstep.launch.rundir import RunDir
+from lockstep.launch.run_folder import RunFolder
 
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 OURS = tuple(
@@ -37,7 +37,7 @@ def threads_of(size: int, environ: Mapping[str, str]) -> int:
 
 
 def worker_environment(
-    id: int, size: int, run_dir: RunDir, *, ledger: bool, hang_timeout_s: float, environ: Mapping[str, str]
+    id: int, size: int, run_dir: RunFolder, *, ledger: bool, hang_timeout_s: float, environ: Mapping[str, str]
 ) -> dict[str, str]:
     """What is added to the user's variables. The first ``size`` workers have a rank from the start; a replacement is told later."""
     env = {name: str(threads_of(size, environ)) for name in THREADS if name not in environ}

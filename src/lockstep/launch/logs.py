@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from lockstep.launch.console import Console
-from lockstep.launch.rundir import RunDir
+from lockstep.launch.run_folder import RunFolder
 
 _TAIL_BYTES = 4096
 _TAIL_LINES = 12
@@ -14,7 +14,7 @@ _TAIL_LINES = 12
 class Logs:
     """A disk that is full stops the logs, not the run: said once."""
 
-    def __init__(self, run_dir: RunDir, console: Console) -> None:
+    def __init__(self, run_dir: RunFolder, console: Console) -> None:
         self._run_dir, self._console = run_dir, console
         self._files: dict[int, int] = {}
         self._tails: dict[int, bytes] = {}

@@ -47,7 +47,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Place:
+class WorkerSpec:
     """What one worker has of its own. Descriptors: its line to the agent, its output."""
 
     id: int
@@ -58,7 +58,7 @@ class Place:
     stderr: int
 
 
-def become(place: Place, agent: int) -> None:
+def become(place: WorkerSpec, agent: int) -> None:
     """In the forked process, first of all: wait for the agent to be the parent, and take on what is this worker's own."""
     deadline = time.monotonic() + 30
     parent = os.getppid()
@@ -81,7 +81,7 @@ def become(place: Place, agent: int) -> None:
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
 
-def work(job: Job, place: Place) -> int:
+def work(job: Job, place: WorkerSpec) -> int:
     """Run the script; returns the code to leave with. The line is dupped: the script may close its own."""
     line = socket.socket(fileno=os.dup(place.line))
     pid = os.getpid()

@@ -26,15 +26,15 @@ from typing import Any
 
 from lockstep.launch import packets
 from lockstep.launch.linux import die_with_parent, threads
-from lockstep.launch.worker import Job, Place, become, leave, work
+from lockstep.launch.worker import Job, WorkerSpec, become, leave, work
 
 PRELOAD = (
     "torch",
     "torch.distributed",
     "torch.utils.data",
     "torch._dynamo",  # the first optimizer imports it: more than a second in every worker
-    "lockstep.run",
-    "lockstep.ddp",
+    "lockstep.training.run",
+    "lockstep.replicas.ddp",
 )
 
 
@@ -79,7 +79,7 @@ def _import_all(preload: list[str], first_path: str) -> str | None:
     return None
 
 
-def _serve(line: socket.socket, agent: int) -> Place | None:
+def _serve(line: socket.socket, agent: int) -> WorkerSpec | None:
     """Fork as asked until the agent closes its end. Returns in the zygote with None, and in each worker with its place."""
     while True:
         request, descriptors = packets.receive(line)
@@ -107,7 +107,7 @@ def _serve(line: socket.socket, agent: int) -> Place | None:
             _tell_unforked(line, wanted, "the process that forks workers ended early")
 
 
-def _fork_each(line: socket.socket, wanted: list[dict[str, Any]], descriptors: list[int]) -> Place:
+def _fork_each(line: socket.socket, wanted: list[dict[str, Any]], descriptors: list[int]) -> WorkerSpec:
     """In the process in between, which ends here. Returns in each worker."""
     for number, each in enumerate(wanted):
         mine = descriptors[3 * number : 3 * number + 3]
@@ -119,7 +119,7 @@ def _fork_each(line: socket.socket, wanted: list[dict[str, Any]], descriptors: l
             for descriptor in descriptors:
                 if descriptor not in mine:
                     os.close(descriptor)
-            return Place(each["id"], each["env"], each["threads"], *mine)
+            return WorkerSpec(each["id"], each["env"], each["threads"], *mine)
         packets.send(line, {"type": "forked", "worker": each["id"], "pid": pid})
     os._exit(0)
 

@@ -5,5 +5,5 @@ from __future__ import annotations
 import sys
 
 
-def tell(line: str) -> None:
+def print_notice(line: str) -> None:
     print(f"lockstep: {line}", file=sys.stderr, flush=True)

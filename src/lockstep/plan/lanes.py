@@ -1,6 +1,6 @@
 """Lanes x workers -> who runs what. Pure.
 
-Lanes are dealt in contiguous ranges, as evenly as they go; a step's samples are cut into lanes the
+Lanes are my_lanes in contiguous ranges, as evenly as they go; a step's samples are cut into lanes the
 same way. Lane i of L gets samples [n*i//L, n*(i+1)//L): which sample is in which lane depends on
 nothing but n and L.
 """
@@ -14,7 +14,7 @@ from lockstep.errors import UsageError
 
 
 @dataclass(frozen=True)
-class Pass:
+class MicroBatchPlan:
     """One turn of a worker's loop body: lane ``lane`` with samples [start, stop) of the step's batch.
 
     ``start == stop``: none of this worker's lanes has samples in this step, and the body runs on a
@@ -26,7 +26,7 @@ class Pass:
     stop: int
 
 
-def deal(lanes: int, workers: int) -> tuple[tuple[int, int], ...]:
+def assign_lanes(lanes: int, workers: int) -> tuple[tuple[int, int], ...]:
     """Worker r's lanes [first, last). Every worker has at least one."""
     if workers > lanes:
         raise UsageError(
@@ -41,7 +41,7 @@ def cut(samples: int, lanes: int) -> tuple[tuple[int, int], ...]:
     return tuple((samples * i // lanes, samples * (i + 1) // lanes) for i in range(lanes))
 
 
-def passes(lanes: tuple[int, int], cuts: Sequence[tuple[int, int]]) -> tuple[Pass, ...]:
+def plan_micro_batches(lanes: tuple[int, int], cuts: Sequence[tuple[int, int]]) -> tuple[MicroBatchPlan, ...]:
     """The turns of a worker that has lanes [first, last): one per lane with samples, or a single stand-in."""
-    mine = [Pass(lane, *cuts[lane]) for lane in range(*lanes)]
-    return tuple(p for p in mine if p.stop > p.start) or (Pass(lanes[0], 0, 0),)
+    mine = [MicroBatchPlan(lane, *cuts[lane]) for lane in range(*lanes)]
+    return tuple(p for p in mine if p.stop > p.start) or (MicroBatchPlan(lanes[0], 0, 0),)

@@ -1,4 +1,4 @@
-"""The one fixed summation tree over lanes, cut along any dealing of lanes to workers. Pure.
+"""The one fixed summation tree over lanes, cut along any assignment of lanes to workers. Pure.
 
 A node is a range of lanes; its value is the sum of its two halves, split at the largest power of
 two below its length. Lanes 0 to 5:
@@ -11,7 +11,7 @@ two below its length. Lanes 0 to 5:
     0   1 2   3
 
 Floating-point addition is not associative, but it is commutative: if every worker adds only along
-this tree, then who adds, and when, cannot be seen in the result. A worker that was dealt lanes
+this tree, then who adds, and when, cannot be seen in the result. A worker that was my_lanes lanes
 [first, last) adds what it can, the maximal subtrees inside (``cover``); a ``Fold`` says who holds
 which of those and which additions are left.
 """
@@ -138,9 +138,9 @@ class Fold:
         return tuple(adds), tuple(ends)
 
 
-def fold(lanes: int, dealing: Sequence[tuple[int, int]]) -> Fold:
-    """The fold of a dealing: worker r ran lanes [first, last) of ``dealing[r]``."""
-    return Fold(lanes, tuple(cover(lanes, first, last) for first, last in dealing))
+def fold(lanes: int, assignment: Sequence[tuple[int, int]]) -> Fold:
+    """The fold of a assignment: worker r ran lanes [first, last) of ``assignment[r]``."""
+    return Fold(lanes, tuple(cover(lanes, first, last) for first, last in assignment))
 
 
 def _merge(together: Sequence[Node], known: set[Node]) -> tuple[Node, ...]:

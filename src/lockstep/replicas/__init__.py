@@ -1,0 +1,1 @@
+"""Averaged gradients for loops that users write themselves: replicate() and DistributedDataParallel."""
