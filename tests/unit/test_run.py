@@ -299,7 +299,7 @@ def test_an_optimizer_that_run_does_not_know_does_not_count() -> None:
 
 def test_a_turn_without_backward_is_told() -> None:
     run, _, opt = made(2)
-    with pytest.raises(UsageError, match=r"SGD.step\(\) came before backward\(\)"):
+    with pytest.raises(UsageError, match=r"SGD.step\(\) was called before backward\(\)"):
         for _ in run.shard(data(), global_batch=8):
             opt.step()
     with pytest.raises(UsageError, match=r"without backward\(\) in step 0"):
@@ -491,7 +491,7 @@ def test_a_backward_that_raised_and_was_caught_is_told() -> None:
     def refuse(grad: Tensor) -> None:
         raise RuntimeError("no")
 
-    with pytest.raises(UsageError, match="half of lane 0 is gone"):
+    with pytest.raises(UsageError, match="half of lane 0 is missing"):
         for x, _ in run.shard(data(), global_batch=8):
             loss = model(x).sum()
             model.layers[0].bias.register_hook(refuse)

@@ -54,7 +54,7 @@ class StepGate:
         kinds = [type(each).__name__ for each in self.objects]
         return [kind if kinds.count(kind) == 1 else f"{kind} {kinds[: at + 1].count(kind)}" for at, kind in enumerate(kinds)]
 
-    def settings(self) -> int:
+    def settings_hash(self) -> int:
         """A hash of every optimizer's hyperparameters: must be equal on all workers."""
         return zlib.crc32(repr(self.describe()).encode())
 
@@ -65,7 +65,7 @@ class StepGate:
             for group in optimizer.param_groups
         ]
 
-    def require_sense(self) -> None:
+    def require_known_parameters(self) -> None:
         """Again, since parameter groups may have been added."""
         _require_model(self.optimizers, self._params)
 
