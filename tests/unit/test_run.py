@@ -366,7 +366,7 @@ def test_what_run_cannot_take_is_told() -> None:
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(UsageError, match="needs a closure"):
         lockstep.Run(model, torch.optim.LBFGS(model.parameters()))
-    with pytest.raises(UsageError, match="not the model's"):
+    with pytest.raises(UsageError, match="does not belong to the model"):
         lockstep.Run(model, torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))
     with pytest.raises(UsageError, match="Run needs the optimizers"):
         lockstep.Run(model)
@@ -527,7 +527,7 @@ def test_a_rate_set_at_the_top_of_the_body_is_fine() -> None:
 def test_a_parameter_group_added_later_must_be_the_models() -> None:
     run, _, opt = made(2)
     opt.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
-    with pytest.raises(UsageError, match=r"shape \[3\] that is not the model's"):
+    with pytest.raises(UsageError, match=r"shape \[3\] that does not belong to the model"):
         next(iter(run.shard(data(), global_batch=8)))
     run.close()
 
