@@ -160,8 +160,8 @@ def _require_sense(objects: Sequence[Any], optimizers: Sequence[Optimizer], para
         kind = type(optimizer).__name__
         if _needs_closure(optimizer):
             raise UsageError(
-                f"{kind} needs a closure, which runs backward() several times per step: lanes on several workers do not support that. "
-                " Use an optimizer whose step() takes none (SGD, Adam, AdamW, ...)."
+                f"{kind} needs a closure, which runs backward() several times per step: lanes on several workers do not "
+                "support that.  Use an optimizer whose step() takes none (SGD, Adam, AdamW, ...)."
             )
 
 
@@ -173,8 +173,8 @@ def _require_model(optimizers: Sequence[Optimizer], params: Sequence[Tensor]) ->
             for param in group["params"]:
                 if id(param) not in known:
                     raise UsageError(
-                        f"{kind} updates a parameter of shape {list(param.shape)} that does not belong to the model: its gradient would not be "
-                        "averaged. Put its module into the model, or leave the parameter out."
+                        f"{kind} updates a parameter of shape {list(param.shape)} that does not belong to the model: its "
+                        "gradient would not be averaged. Put its module into the model, or leave the parameter out."
                     )
 
 
