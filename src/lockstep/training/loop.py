@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from lockstep.comm.exchange import gather_bytes, require_equal
 from lockstep.data.seeding import seed_everything
-from lockstep.data.shard import Shard, Step, StepRestarted
+from lockstep.data.shard import Shard, StepPlan, StepRestarted
 from lockstep.elastic.worker_group import WorkerGroup
 from lockstep.errors import PeerError, UsageError
 from lockstep.gradients.control_word import CHANGE, STOP
@@ -42,7 +42,7 @@ class Turn:
     """The turn of the loop that is going on."""
 
     stage: int
-    step: Step | None = None
+    step: StepPlan | None = None
     lane: int = -1
     is_last: bool = False
     committed: bool = False
@@ -103,7 +103,7 @@ class TrainingLoop:
         return self.turn is not None and self.turn.committed
 
     @property
-    def now(self) -> Step | None:
+    def now(self) -> StepPlan | None:
         """The step that is going on, or that was committed in this turn."""
         return self.turn.step if self.turn is not None else None
 
@@ -113,12 +113,12 @@ class TrainingLoop:
         return turn is not None and turn.step is not None and turn.lane >= 0 and turn.step.counts[turn.lane] == 0
 
     @property
-    def keeps_ledger(self) -> bool:
+    def records_samples(self) -> bool:
         return self._ledger is not None
 
     # -- told by the shard -------------------------------------------------------------------
 
-    def enter(self, shard: Shard) -> int | None:
+    def enter_loop(self, shard: Shard) -> int | None:
         self.require_open()
         if self.turn is not None:
             raise UsageError(
@@ -160,7 +160,7 @@ class TrainingLoop:
                 )
             )
 
-    def start_step(self, step: Step) -> None:
+    def start_step(self, step: StepPlan) -> None:
         assert self.turn is not None
         self.turn.step, self.turn.turns = step, 0
         if step.index == 1:
@@ -168,7 +168,7 @@ class TrainingLoop:
         self._or_redeal(lambda: self._start_step(step))
         self._held = {}
 
-    def _start_step(self, step: Step) -> None:
+    def _start_step(self, step: StepPlan) -> None:
         self._agreement.compare_trainable()
         self.engine.start_step(self.step, step.counts)
 
@@ -181,14 +181,14 @@ class TrainingLoop:
         self.engine.start_lane(lane, is_last)
         seed_everything(lane_seed(self._seed, self.step, lane))
 
-    def holds(self, lane: int, samples: list[int]) -> None:
+    def note_samples(self, lane: int, samples: list[int]) -> None:
         self._held[lane] = samples
 
     def end_micro_batch(self) -> None:
         turn = self.turn
         assert turn is not None
         if self.engine.phase is Phase.DISCARDED and not turn.committed:
-            self._log.forget(self.step + 1)
+            self._log.discard_step(self.step + 1)
             raise StepRestarted
         self._require_complete(turn)
         self._log.weigh(self.engine.weight_of(turn.lane))
@@ -222,16 +222,16 @@ class TrainingLoop:
         requests = self.engine.heard if turn.generation == self._workers.generation else ()
         return StepEnd(self.step, step.epoch, step.ends_epoch, requests)
 
-    def exhausted(self) -> None:
+    def loop_ended(self) -> None:
         self._workers.together(self._exchange)
         for task in self.tasks:
             self._workers.together(lambda task=task: task.loop_ended(self.step))  # type: ignore[misc]
 
-    def broken_off(self) -> None:
+    def loop_abandoned(self) -> None:
         if self.turn is not None and self.turn.turns > 1 and not self.turn.committed:
             self._broken_off = self.step
 
-    def leave(self) -> None:
+    def leave_loop(self) -> None:
         if self.turn is not None:
             self._stage, self.position = self.turn.stage + 1, (0, 0)
             self._seed_after(self.turn.stage)
@@ -290,7 +290,7 @@ class TrainingLoop:
             assert turn.step is not None
             turn.committed = True
             if self._ledger is not None:
-                self._ledger.commits(self.step, self._workers.generation)
+                self._ledger.record_commit(self.step, self._workers.generation)
             self.step += 1
             self._workers.journal.start_over()
             self.samples += sum(turn.step.counts)
@@ -304,7 +304,7 @@ class TrainingLoop:
         """Before anything leaves: for the ledger."""
         if self._ledger is not None and self.turn is not None and self.turn.step is not None:
             place = (self.turn.stage, self.turn.step.epoch, self.turn.step.index)
-            self._ledger.holds(self.step, self._workers.generation, place, self._held)
+            self._ledger.record_samples(self.step, self._workers.generation, place, self._held)
 
     # -- what a change of workers carries over -------------------------------------------------
 
@@ -363,7 +363,7 @@ class TrainingLoop:
         self._tell_broken_off()
 
     def _tell_broken_off(self) -> None:
-        """Not in ``leave``, which also runs while an exception ends the program."""
+        """Not in ``leave_loop``, which also runs while an exception ends the program."""
         if self._broken_off is not None:
             warnings.warn(
                 f"a loop over run.shard was left in the middle of step {self._broken_off}: its lanes so far were dropped, and "

@@ -15,8 +15,8 @@ from torch import nn
 
 from lockstep.checkpoint.checkpoints import Checkpoints
 from lockstep.comm.base import Comm
-from lockstep.data.open_source import open_source
 from lockstep.data.shard import Shard
+from lockstep.data.source import LoaderOptions
 from lockstep.elastic.worker_group import WorkerGroup
 from lockstep.errors import PeerError, UsageError
 from lockstep.gradients.control_word import STOP
@@ -25,7 +25,6 @@ from lockstep.gradients.module import device_of, parameters_of
 from lockstep.observe.ledger import Ledger
 from lockstep.observe.log import LaneLog, Sink
 from lockstep.plan.lanes import assign_lanes
-from lockstep.plan.samples import MODEL, sample_seed
 from lockstep.plan.tree import fold
 from lockstep.training.consistency import Consistency
 from lockstep.training.determinism import Determinism
@@ -220,33 +219,20 @@ class Run:
         micro-batches per step, and ``opt.step()`` does nothing until its last one. Any map-style
         dataset, or a stream (an iterable dataset). ``sampler``: an order of your own.
         """
-
-        def opened(stage: int) -> Any:
-            seed = self.seed if stage == 0 else sample_seed(self.seed, stage, 0, MODEL)
-            return open_source(
-                dataset,
-                lanes=self.lanes,
-                global_batch=global_batch,
-                epochs=epochs,
-                seed=seed,
-                shuffle=shuffle,
-                drop_last=drop_last,
-                sampler=sampler,
-                num_workers=num_workers,
-                collate_fn=collate_fn,
-                pin_memory=self.device.type == "cuda" if pin_memory is None else pin_memory,
-                prefetch_factor=prefetch_factor,
-            )
-
-        shard = Shard(self._loop, opened, self.lanes, epochs)
-        shard.settings = {
-            "length": shard.length,
-            "global_batch": global_batch,
-            "shuffle": shuffle,
-            "epochs": epochs,
-            "drop_last": drop_last,
-        }
-        return shard
+        options = LoaderOptions(
+            lanes=self.lanes,
+            global_batch=global_batch,
+            epochs=epochs,
+            seed=self.seed,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            sampler=sampler,
+            num_workers=num_workers,
+            collate_fn=collate_fn,
+            pin_memory=self.device.type == "cuda" if pin_memory is None else pin_memory,
+            prefetch_factor=prefetch_factor,
+        )
+        return Shard(self._loop, dataset, options)
 
     def weigh(self, weight: float) -> None:
         """Before ``backward()``: the current lane's weight (tokens, say) instead of its number of samples.
