@@ -35,7 +35,7 @@ seeds = st.integers(-(1 << 63), 1 << 70)
 epochs = st.integers(0, 10_000)
 
 
-def samples_of_steps(
+def samples_in_steps(
     order: Order, global_batch: int, drop_last: bool, lanes: int, workers: int, first: int, last: int
 ) -> list[int]:
     """The samples that all workers together get in steps [first, last)."""
@@ -164,8 +164,8 @@ def test_every_sample_is_assigned_once_also_if_the_workers_change(
     order = Order(Permutation(1, 0, n) if shuffle else range(n))
     steps = steps_per_epoch(n, global_batch, drop_last)
     change = data.draw(st.integers(0, steps))
-    early = samples_of_steps(order, global_batch, drop_last, lanes, before, 0, change)
-    late = samples_of_steps(order, global_batch, drop_last, lanes, after, change, steps)
+    early = samples_in_steps(order, global_batch, drop_last, lanes, before, 0, change)
+    late = samples_in_steps(order, global_batch, drop_last, lanes, after, change, steps)
     assert early == order.window(0, min(change * global_batch, n))
     kept = n // global_batch * global_batch if drop_last else n
     assert early + late == order.window(0, kept)

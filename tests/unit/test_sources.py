@@ -399,9 +399,7 @@ def test_running_a_sampler_leaves_the_generators_alone(opened: Opener) -> None:
 
 @processes
 @pytest.mark.parametrize("kind", [Stream, Sharded])
-def test_a_stream_does_not_depend_on_the_number_of_workers_or_processes(
-    opened: Opener, num_workers: int, kind: type[Stream]
-) -> None:
+def test_a_stream_does_not_depend_on_the_number_of_its_readers(opened: Opener, num_workers: int, kind: type[Stream]) -> None:
     alone = epoch_of(opened(kind(45), collate_fn=with_noise), 1, 4, steps=8)
     assert sorted(int(sample[0]) for micro in alone for sample in micro.batch[0]) == list(range(45))
     source = opened(kind(45), collate_fn=with_noise, num_workers=num_workers)
@@ -543,7 +541,7 @@ OK: dict[str, Any] = {"lanes": 8, "global_batch": 8}
     [
         (Noisy(0), {}, r"len\(dataset\) is 0"),
         (Noisy(9), {"sampler": []}, "the sampler gives no samples"),
-        (Noisy(9), {"global_batch": 0}, "global_batch=0: a step needs at least one sample"),
+        (Noisy(9), {"global_batch": 0}, "global_batch=0: a step needs at least 1 sample"),
         (
             Noisy(9),
             {"global_batch": 4},
