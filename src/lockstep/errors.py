@@ -19,8 +19,8 @@ class LockstepError(Exception):
 class UsageError(LockstepError, ValueError):
     """Raised if Lockstep was called in a way that cannot work.
 
-    The message says what is wrong, with the evidence, and what to write instead. Mend the script or the command; a retry raises
-    the same error. If workers disagree (about the model, the data, an argument), every worker raises it.
+    The message says what is wrong, with the evidence, and what to write instead. Correct the script or the command; a retry
+    raises the same error. If workers disagree (about the model, the data, an argument), every worker raises it.
     """
 
 
@@ -35,7 +35,7 @@ class PeerError(LockstepError, RuntimeError):
 
     Attributes:
         ranks: The ranks that failed; empty if none could be named.
-        hung: True if nothing was heard of them for a whole timeout, False if something broke, which is known at once.
+        hung: True if the ranks did not respond within the timeout, False if a process or a connection was seen to fail.
     """
 
     def __init__(self, message: str, ranks: Iterable[int] = (), *, hung: bool = False) -> None:

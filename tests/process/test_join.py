@@ -14,7 +14,7 @@ from tests.workers import run_workers
 BATCHES = [3, 5, 1]  # rank 0 runs out before rank 1, rank 2 before both
 EARLY = (
     "rank 2 ran out of data at step 1, and raise_early (or throw_on_early_termination) stops all ranks then. "
-    "Leave it out to go on with the ranks that have data."
+    "Leave it out to continue with the ranks that have data."
 )
 
 

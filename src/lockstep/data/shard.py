@@ -185,7 +185,7 @@ class Shard:
             if not any(counts):
                 self._driver.empty_epoch()
             while any(counts):
-                next_step, next_counts = self._next_stream_step(source, lanes)  # tells whether this step ends the epoch
+                next_step, next_counts = self._next_stream_step(source, lanes)  # needed to know whether this step ends the epoch
                 self._driver.start_step(StepPlan(epoch, index, counts, not any(next_counts)))
                 micro_batches = [each for each in step if each.count] or step[:1]
                 if micro_batches[0].batch is None:

@@ -58,8 +58,8 @@ class LoaderOptions:
 class MicroBatch:
     """What one lane has in one step: the loop body of a worker runs once for each.
 
-    If ``count`` is 0, no sample of ``batch`` counts: it is a placeholder batch, on which a worker without samples runs the loop
-    body so that it takes part in the step. ``batch`` is None if a stream has not given this worker any sample yet.
+    If ``count`` is 0, ``batch`` is a placeholder batch that does not count: a worker without samples runs the loop body on it, to
+    take part in the step (``run.stands_in`` is then True). ``batch`` is None if a stream has given this worker no sample yet.
     """
 
     epoch: int

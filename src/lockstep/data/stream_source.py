@@ -94,7 +94,7 @@ class _StreamRequest(NamedTuple):
 class _StreamFetcher:
     """Reads and collates the elements of a request. Each loader process has a copy, with readers of its own.
 
-    Any position may be requested at any time: a reader that stands at or before the position reads on, otherwise a new reader
+    Any position may be requested at any time: a reader that is at or before the position continues, otherwise a new reader
     starts. torch gives requests to its processes in rotation, and the number of a worker's lanes is a multiple of the number of
     processes, so each process reads the same lanes in every step. That saves work, but nothing depends on it.
     """
@@ -192,7 +192,7 @@ def _is_read_once(dataset: Any) -> bool:
 
 
 def _can_shard(dataset: Any, lanes: int) -> bool:
-    """Whether the dataset can split itself into one shard per lane. A dataset of few files says how many in ``num_shards``."""
+    """Whether the dataset can split itself into one shard per lane. A dataset of few files gives their number in ``num_shards``."""
     shards = getattr(dataset, "num_shards", None)
     return callable(getattr(dataset, "shard", None)) and not (isinstance(shards, int) and shards < lanes)
 

@@ -78,7 +78,7 @@ class LaneLog:
 
 
 def average(entries: list[Any]) -> list[tuple[int, dict[str, float]]]:
-    """Turn entries [step, lane, weight, {name: hex}] into (step, weighted means), sorted by step.
+    """Convert entries [step, lane, weight, {name: hex}] into (step, weighted means), sorted by step.
 
     Sums are exactly rounded (``math.fsum``), so the result does not depend on the order of the lanes.
     """

@@ -173,7 +173,7 @@ class Replica:
     def join(self, divide_by_initial_size: bool = True, enable: bool = True, raise_early: bool = False) -> Iterator[None]:
         """Train with a different number of batches on each rank. All ranks must enter the block.
 
-        A rank that reaches the end of the block goes on taking part in the averages of the others, with zeros, until all ranks
+        A rank that reaches the end of the block continues to take part in the averages of the others, with zeros, until all ranks
         have reached the end. Then all ranks receive the parameters and buffers of a rank that trained longest.
 
         Args:
@@ -265,7 +265,7 @@ class Replica:
             ended = [r for r in range(self.comm.size) if r not in join.active]
             raise PeerError(
                 f"rank {', '.join(map(str, ended))} ran out of data at step {self.reducer.step}, and raise_early (or "
-                "throw_on_early_termination) stops all ranks then. Leave it out to go on with the ranks that have data.",
+                "throw_on_early_termination) stops all ranks then. Leave it out to continue with the ranks that have data.",
                 ended,
             )
         divisor = self.comm.size if join.divide_by_initial_size else max(1, len(join.active))

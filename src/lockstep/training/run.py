@@ -181,7 +181,7 @@ class Run:
 
     @property
     def stands_in(self) -> bool:
-        """Whether this turn's batch is a stand-in, which counts for nothing: this worker has no samples in the step."""
+        """Whether this micro-batch is a placeholder batch that does not count: this worker has no samples in the step."""
         return self._loop.stands_in
 
     @property
