@@ -19,10 +19,9 @@ from lockstep.comm.exchange import broadcast_in_place, require_same_model
 from lockstep.comm.open_comm import open_comm
 from lockstep.errors import PeerError, UsageError
 from lockstep.gradients.autograd_hooks import AutogradHooks
-from lockstep.gradients.buffers import Buffers
 from lockstep.gradients.comm_hook import Hook
-from lockstep.gradients.ddp_reducer import DdpReducer, Share
-from lockstep.gradients.module import Mark, claim, device_of, disclaim, parameters_of, sparse_of
+from lockstep.gradients.ddp_reducer import Averaging, DdpReducer
+from lockstep.gradients.module import ForwardHook, HookedModule, device_of
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -86,28 +85,24 @@ class Replica:
             raise UsageError(f"replicate() takes a torch.nn.Module, not {type(module).__name__}.")
         if _find(module) is not None:
             raise UsageError("this module is replicated already; its gradients would be averaged twice. Call it once.")
-        named = parameters_of(module, settings.ignore)
-        self._everything = [p for _, p in named]
-        trainable = [(name, p) for name, p in named if p.is_floating_point() or p.is_complex()]
-        self._params = [p for _, p in trainable]
-        self._buffers = Buffers(module, settings.ignore)
+        self._model = HookedModule(module, settings.ignore)
+        self._everything = [p for _, p in self._model.named]
+        self._params, self._buffers = self._model.params, self._model.buffers
         self._syncs_buffers = settings.broadcast_buffers
         self._owns_comm = comm is None or isinstance(comm, str)
         if comm is None or isinstance(comm, str):
             trained = sum(p.nbytes for p in self._params if p.requires_grad)
             comm = open_comm(device_of(self._params), group=group, timeout_s=settings.timeout_s, kind=comm, need_bytes=trained)
         self.comm: Comm = comm
-        require_same_model(self.comm, named, self._buffers.named(), asdict(settings))
+        require_same_model(self.comm, self._model.named, self._buffers.named(), asdict(settings))
         if settings.init_sync:
             broadcast_in_place(self.comm, [*self._everything, *self._buffers.tensors()], 0, "the initial parameters")
-        names = [name for name, _ in trainable]
         self.reducer = DdpReducer(
-            self._params, names, self.comm, int(settings.bucket_mb * (1 << 20)), sparse_of(module, self._params)
+            self._params, self._model.names, self.comm, int(settings.bucket_mb * (1 << 20)), self._model.sparse
         )
         self._hooks = AutogradHooks(self._params, self._begin, self.reducer.ready, self._end)
-        claim(self._everything)
         self._joining: _Joining | None = None
-        self._mark = module.register_forward_hook(Mark(self))
+        self._model.hook(self)
 
     @property
     def syncs(self) -> bool:
@@ -160,30 +155,28 @@ class Replica:
     def close(self) -> None:
         """Unhook the module; it trains alone from here on. May be called twice."""
         self._hooks.remove()
-        self._mark.remove()
-        disclaim(self._everything)
+        self._model.unhook()
         if self._owns_comm:
             self.comm.close()
 
     # -- one backward ------------------------------------------------------------------------
 
     def _begin(self) -> bytes:
-        self.reducer.begin(Share(self.comm.size) if self._joining is None else self._roll_call(self._joining, True))
-        return self.reducer.looks_at
+        return self.reducer.begin(Averaging(self.comm.size) if self._joining is None else self._roll_call(self._joining, True))
 
     def _end(self) -> None:
         self._complete(0 if self._joining is None else self._joining.source)
 
     def _complete(self, source: int) -> None:
-        self.reducer.launch_rest()
-        broadcast = self._buffers.start(self.comm, source, self.reducer.step) if self._syncs_buffers else None
+        self.reducer.end()
+        broadcast = self._buffers.start_broadcast(self.comm, source, self.reducer.step) if self._syncs_buffers else None
         self.reducer.finish()
         if broadcast is not None:
-            self._buffers.finish(broadcast)
+            self._buffers.finish_broadcast(broadcast)
 
     # -- join --------------------------------------------------------------------------------
 
-    def _roll_call(self, joining: _Joining, active: bool) -> Share:
+    def _roll_call(self, joining: _Joining, active: bool) -> Averaging:
         """Who still has data? One small message before the first bucket, inside ``join`` only."""
         here = torch.zeros(self.comm.size, 2, dtype=torch.int64)
         what = f"the roll call of step {self.reducer.step}"
@@ -195,17 +188,17 @@ class Replica:
             gone = [r for r in range(self.comm.size) if r not in ranks]
             raise PeerError(f"rank {', '.join(map(str, gone))} ran out of data at step {self.reducer.step}.", gone)
         divisor = self.comm.size if joining.divide_by_initial_size else max(1, len(ranks))
-        return Share(divisor, active, joining.source, unfrozen=bool(here[:, 1].any()))
+        return Averaging(divisor, active, joining.source, unfrozen=bool(here[:, 1].any()))
 
     def _shadow(self, joining: _Joining) -> None:
         """This rank has run out: take part in every backward of the others, then take the last one's state."""
         last = self.comm.rank
         while True:
-            share = self._roll_call(joining, active=False)
+            averaging = self._roll_call(joining, active=False)
             if not joining.active:
                 break
             last = joining.source
-            self.reducer.begin(share)
+            self.reducer.begin(averaging)
             self._complete(joining.source)
         # Ranks that ran out together with the last active one each name themselves; the least of them is right,
         # since all of them took the same steps.
@@ -228,6 +221,6 @@ class _Joining:
 
 def _find(module: nn.Module) -> Replica | None:
     for hook in module._forward_hooks.values():
-        if isinstance(hook, Mark) and isinstance(hook.owner, Replica):
+        if isinstance(hook, ForwardHook) and isinstance(hook.owner, Replica):
             return hook.owner
     return None

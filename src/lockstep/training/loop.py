@@ -219,7 +219,7 @@ class TrainingLoop:
     def _step_end(self, turn: Turn) -> StepEnd:
         step = turn.step
         assert step is not None
-        requests = self.engine.heard if turn.generation == self._workers.generation else ()
+        requests = self.engine.requests_of_all if turn.generation == self._workers.generation else ()
         return StepEnd(self.step, step.epoch, step.ends_epoch, requests)
 
     def exhausted(self) -> None:

@@ -20,7 +20,7 @@ from lockstep.data.shard import Shard
 from lockstep.elastic.worker_group import WorkerGroup
 from lockstep.errors import PeerError, UsageError
 from lockstep.gradients.control_word import STOP
-from lockstep.gradients.lane_engine import LaneEngine, Phase
+from lockstep.gradients.lane_engine import EngineCallbacks, LaneEngine, Phase
 from lockstep.gradients.module import device_of, parameters_of
 from lockstep.observe.ledger import Ledger
 from lockstep.observe.log import LaneLog, Sink
@@ -98,7 +98,15 @@ class Run:
         try:
             if exact:
                 self._undo.append(Determinism(model, threads).close)
-            self.engine = LaneEngine(model, self.comm, self.lanes, exact=exact, bucket_mb=bucket_mb)
+            callbacks = EngineCallbacks(
+                settings_hash=lambda: self.gate.settings(),
+                on_settings_differ=lambda rank: agreement.settings_differ(self.step, rank),
+                before_send=lambda: self._loop.write_down(),
+                on_averaged=lambda: self._loop.averaged(),
+                on_peer_lost=self._workers.recover if self._workers.link is not None else None,
+                requests=self._requests,
+            )
+            self.engine = LaneEngine(model, self.comm, self.lanes, exact=exact, bucket_mb=bucket_mb, callbacks=callbacks)
             self._undo.append(self.engine.close)
             self._log = LaneLog([on_log] if on_log is not None else [])
             self._loop = TrainingLoop(
@@ -119,12 +127,6 @@ class Run:
                 self._state.notes["verified"] = (self._verification.agreed, self._verification.resumed)
             if checkpoint is not None:
                 self._open_checkpoints(checkpoint, every, keep)
-            self.engine.settings, self.engine.on_averaged = self.gate.settings, self._loop.averaged
-            self.engine.on_difference = lambda rank: agreement.settings_differ(self.step, rank)
-            self.engine.before_leaving = self._loop.write_down
-            if self._workers.link is not None:
-                self.engine.on_lost = self._workers.recover
-            self.engine.requests = self._requests
             self._workers.begin(self._state)
             self._state.began = True
         except BaseException:
