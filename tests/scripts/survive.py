@@ -42,7 +42,7 @@ def before(owner: object, name: str, gap: str) -> None:
     setattr(owner, name, wrapped)
 
 
-before(run.engine._reducer, "_launch_full", "bucket")
+before(run.engine._reducer, "_launch_buckets", "bucket")
 before(run.engine._reducer, "end", "end_of_backward")
 before(run.engine, "_control_word", "control")
 for x, y in run.shard(dataset(), global_batch=16, shuffle=True, epochs=12):

@@ -2,9 +2,11 @@
 
 Knows nothing of buckets or workers.
 
-Note: reentrant checkpointing ----------------------------- ``torch.utils.checkpoint(use_reentrant=True)`` runs a backward
-*inside* a backward. Hooks then fire in another graph task, and a callback that is queued there runs at the end of the inner
-backward, too early. So every backward has an *owner*: the outermost graph task. ``on_end`` is called when the owner ends.
+Note: reentrant checkpointing
+-----------------------------
+``torch.utils.checkpoint(use_reentrant=True)`` runs a backward *inside* a backward. Hooks then fire in another graph task, and a
+callback that is queued there runs at the end of the inner backward, too early. So every backward has an *owner*: the outermost
+graph task. ``on_end`` is called when the owner ends.
 
     outer task 7   [head params] ......................... [embedding]  end -> on_end
     inner task 8                 [block 2's params] end
@@ -89,7 +91,7 @@ class AutogradHooks:
 
     def watch_outputs(self, outputs: Any) -> None:
         """Hook the tensors in the module's outputs, so that the outermost backward is known from its start."""
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if not self.enabled or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
         if self._began and _current_task() == -1:
             self._forget_owner()  # the last backward raised

@@ -124,25 +124,15 @@ class BucketReducer(ABC, Generic[B]):
         if complete:
             with torch.no_grad():
                 self._take(complete)
-                self._launch_full()
+                self._launch_buckets(at_end=False)
         self._comm.progress()
 
-    def _launch_full(self) -> None:
-        """Launch the buckets that are full and next in plan order, except the last one (see the note above)."""
-        while self._launched < len(self._buckets) - 1 and self._buckets[self._launched].missing == 0:
-            self._launch_next()
-
-    def _launch_rest(self) -> None:
-        while self._launched < len(self._buckets):
-            self._launch_next()
-
-    def _launch_next(self) -> None:
-        self._pending.append(self._launch(self._buckets[self._launched]))
-        self._launched += 1
-
-    def _wait(self) -> None:
-        for pending in self._pending:
-            pending.wait()
+    def _launch_buckets(self, at_end: bool) -> None:
+        """Launch the buckets that are full and next in plan order, except the last one; at the end of a backward, all the rest."""
+        limit = len(self._buckets) - (not at_end)
+        while self._launched < limit and (at_end or self._buckets[self._launched].missing == 0):
+            self._pending.append(self._launch(self._buckets[self._launched]))
+            self._launched += 1
 
     def _too_late(self, index: int) -> UsageError:
         return UsageError(

@@ -1,9 +1,10 @@
 """Buffers: the buffers of a module (BatchNorm statistics), found once, and how to write them.
 
-Note: how a buffer is written ----------------------------- Torch's DDP rewrites buffers before each forward. That breaks a step
-with two forwards: tensors that the first forward saved have changed. Lockstep writes them at the end of the backward, when no
-graph needs them. If a graph is still alive (a second backward will follow), the buffer is replaced by a new tensor instead, and
-the graph keeps the old tensor.
+Note: how a buffer is written
+-----------------------------
+Torch's DDP rewrites buffers before each forward. That breaks a step with two forwards: tensors that the first forward saved have
+changed. Lockstep writes them at the end of the backward, when no graph needs them. If a graph is still alive (a second backward
+will follow), the buffer is replaced by a new tensor instead, and the graph keeps the old tensor.
 """
 
 from __future__ import annotations

@@ -24,7 +24,6 @@ class DdpBucket(Bucket):
         self.gradients = self.views[0]
         self.ready_slots: list[int] = []
         """Slots whose gradients are complete and not copied yet."""
-        self._ones = torch.ones_like(self.presence)
         # On the host a copy is cheap to issue and memory traffic is expensive: copy while gradients are in the cache, and free
         # their memory at once. On a device it is the other way round: one copy per bucket.
         self.copies_early = self.wire.device.type == "cpu"
@@ -85,7 +84,7 @@ class DdpBucket(Bucket):
 
     def set_presence(self, absent: Sequence[int]) -> None:
         """Fill the presence elements (last bucket only): 0 at the positions ``absent``, 1 elsewhere."""
-        self.presence.copy_(self._ones)
+        self.presence.fill_(1)
         if absent:
             self.presence[torch.tensor(absent, device=self.presence.device)] = 0
 

@@ -1,11 +1,13 @@
 """DdpReducer: averages the gradients of one backward over all ranks (replicate and DistributedDataParallel).
 
-Note: what a parameter sends ---------------------------- At the end of a synchronised backward every planned parameter has sent
-something. A parameter with a ``grad`` sends it. (The gradient may come from this backward, from earlier ones under ``no_sync``,
-or from an earlier synchronised backward of the same step; in the last case it is equal on all ranks, and the mean keeps it.) A
-parameter without a ``grad`` sends zeros. A presence element, 1 or 0, for every parameter is sent at the end of the last bucket. A
-rank reads the sums of the presence elements only if it lacks a gradient: if some rank had one, the mean becomes ``grad``; if none
-had, ``grad`` stays None, as in one process. On CUDA a rank that lacks nothing never synchronises with the device.
+Note: what a parameter sends
+----------------------------
+At the end of a synchronised backward every planned parameter has sent something. A parameter with a ``grad`` sends it. (The
+gradient may come from this backward, from earlier ones under ``no_sync``, or from an earlier synchronised backward of the same
+step; in the last case it is equal on all ranks, and the mean keeps it.) A parameter without a ``grad`` sends zeros. A presence
+element, 1 or 0, for every parameter is sent at the end of the last bucket. A rank reads the sums of the presence elements only if
+it lacks a gradient: if some rank had one, the mean becomes ``grad``; if none had, ``grad`` stays None, as in one process. On CUDA
+a rank that lacks nothing never synchronises with the device.
 """
 
 from __future__ import annotations
@@ -119,7 +121,7 @@ class DdpReducer(BucketReducer[DdpBucket]):
     def end(self) -> None:
         """End of the backward: send the buckets that were not sent yet. Does not wait."""
         with torch.no_grad():
-            self._launch_rest()
+            self._launch_buckets(at_end=True)
         if self._hook is not None and self._buckets:
             self._pending.append(self._comm.reduce(self._buckets[-1].presence, "sum", f"presence of step {self.step}"))
 
@@ -127,7 +129,8 @@ class DdpReducer(BucketReducer[DdpBucket]):
         """Wait for all buckets and set the averages. Blocks up to the comm's timeout."""
         for index in self._sparse:
             self._reduce_sparse(index)
-        self._wait()
+        for pending in self._pending:
+            pending.wait()
         for bucket, scaling in zip(self._buckets, self._scalings, strict=True):
             if scaling.after:
                 bucket.flat.mul_(1.0 / self._averaging.divisor)

@@ -22,7 +22,7 @@ from torch import Tensor
 from lockstep.comm.base import Comm, bits
 from lockstep.gradients.buffers import Buffers
 from lockstep.gradients.lane_reducer import LaneWeights
-from lockstep.gradients.partial_sums import PartialSums, Value, copy_scaled, headroom
+from lockstep.gradients.partial_sums import PartialSums, Value, copy_scaled, headroom_of
 from lockstep.plan.tree import Fold, carries
 
 _SMALL_BYTES = 1 << 16
@@ -97,11 +97,15 @@ class LaneBuffers:
             return
         with torch.no_grad():
             floats = [k for k in numbers if self._initial[k].is_floating_point() or self._initial[k].is_complex()]
-            for group in _groups([self._initial[k] for k in floats], floats):
+            groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+            for k in floats:
+                groups.setdefault((self._initial[k].dtype, self._initial[k].device), []).append(k)
+            for group in groups.values():
                 self._average_group(group, weights, scale)
             others = [k for k in numbers if k not in set(floats)]
             if others:
-                self._take_values_of_lane(weights.first_lane_with_samples(), others)
+                first = next(lane for lane, count in enumerate(weights.counts) if count)
+                self._take_values_of_lane(first, others)
 
     # -- one kind of buffer ------------------------------------------------------------------
 
@@ -112,10 +116,10 @@ class LaneBuffers:
         """Average buffers of one dtype and device."""
         fold, lanes = self._fold, self._fold.lanes_of(self._comm.rank)
         sums = PartialSums(1, carries(fold.lanes, *lanes))
-        room = headroom(self._initial[group[0]].dtype, fold.lanes)
+        headroom = headroom_of(self._initial[group[0]].dtype, fold.lanes)
         for lane in range(*lanes):
             value: Value = None
-            factor = weights.share(lane) * room
+            factor = weights.share(lane) * headroom
             if factor:
                 value = torch.cat([self._value(lane, k).reshape(-1) for k in group])
                 value = value if factor == 1 else value.mul_(factor)
@@ -126,7 +130,7 @@ class LaneBuffers:
         rows = self._initial[group[0]].new_zeros(fold.width, sum(sizes))
         levels = sums.levels_of(0)
         copy_scaled(list(rows[: len(levels)]), levels, None)
-        scale = scale / room
+        scale = scale / headroom
         self._comm.fold(rows.view(-1), fold, None if scale == 1 else scale, "the buffers").wait()
         self._write(group, rows[0].split(sizes))
 
@@ -139,16 +143,15 @@ class LaneBuffers:
 
     def _write(self, numbers: Sequence[int], values: Sequence[Tensor]) -> None:
         tensors = self._buffers.tensors()
-        in_place = [
-            (tensors[k], value)
-            for k, value in zip(numbers, values, strict=True)
-            if tensors[k].shape == self._initial[k].shape and self._buffers.may_write_in_place(tensors[k])
-        ]
-        _copy([tensor for tensor, _ in in_place], [value.view(tensor.shape) for tensor, value in in_place])
-        written = {id(tensor) for tensor, _ in in_place}
+        in_place: list[tuple[Tensor, Tensor]] = []
         for k, value in zip(numbers, values, strict=True):
-            if id(tensors[k]) not in written and tensors[k].shape == self._initial[k].shape:
+            if tensors[k].shape != self._initial[k].shape:
+                continue  # a cache that the model resized
+            if self._buffers.may_write_in_place(tensors[k]):
+                in_place.append((tensors[k], value.view(tensors[k].shape)))
+            else:
                 self._buffers.write(tensors[k], value.view(tensors[k].shape).to(tensors[k].device))
+        _copy([tensor for tensor, _ in in_place], [value for _, value in in_place])
 
     # -- what changed ------------------------------------------------------------------------
 
@@ -184,11 +187,3 @@ def _copy(into: Sequence[Tensor], values: Sequence[Tensor]) -> None:
 
 def _is_small(tensor: Tensor) -> bool:
     return tensor.nbytes <= _SMALL_BYTES
-
-
-def _groups(tensors: Sequence[Tensor], numbers: Sequence[int]) -> list[list[int]]:
-    """Groups the numbers of tensors that have the same dtype and device."""
-    found: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    for tensor, k in zip(tensors, numbers, strict=True):
-        found.setdefault((tensor.dtype, tensor.device), []).append(k)
-    return list(found.values())

@@ -13,7 +13,6 @@ import enum
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
@@ -91,7 +90,7 @@ class LaneEngine:
         self.requests_of_all: tuple[int, ...] = ()
         self._peer_error: PeerError | None = None
         self._hooks = AutogradHooks(self.params, self._begin, self._ready, self._end)
-        self._model.hook(self)
+        self._model.hook(self._hooks)
 
     def _assign_lanes(self) -> Fold:
         assignment = assign_lanes(self.lanes, self.comm.size)
@@ -112,10 +111,6 @@ class LaneEngine:
         self._model.unhook()
 
     # -- the model ---------------------------------------------------------------------------
-
-    def watch_outputs(self, outputs: Any) -> None:
-        """Called with the outputs of every forward of the model."""
-        self._hooks.watch_outputs(outputs)
 
     def trainable(self) -> list[str]:
         """Returns the names of the parameters that require gradients now."""
@@ -168,7 +163,7 @@ class LaneEngine:
 
     def weight_of(self, lane: int) -> float:
         """Returns the weight of a lane of this worker in this step."""
-        return self._weights.weight(lane)
+        return self._weights.mine[lane]
 
     def weigh(self, weight: float) -> None:
         """Give the current lane this weight instead of its number of samples."""
@@ -216,7 +211,7 @@ class LaneEngine:
 
     def _finish(self) -> None:
         self._reducer.end()
-        self._lane_buffers.end_lane(self._lane, self._weights.has_samples(self._lane))
+        self._lane_buffers.end_lane(self._lane, self._weights.counts[self._lane] > 0)
         if not self._is_last:
             self.phase = Phase.FOLDED
             return
@@ -233,12 +228,8 @@ class LaneEngine:
         settings_hash = self._callbacks.settings_hash()
         if settings_hash != self._settings_hash:
             self._callbacks.on_settings_differ(None)
-        requests = self._callbacks.requests()
-        requests |= WEIGHED if self._weights.some_weighed() else 0
-        requests |= COUNTED if self._weights.some_counted() else 0
-        return ControlWord(
-            self.step, settings_hash, requests, self._weights.mine(), bytes(self._reducer.present), self._lane_buffers.changed()
-        )
+        requests, weights = self._callbacks.requests() | self._weights.kinds(), tuple(self._weights.mine.values())
+        return ControlWord(self.step, settings_hash, requests, weights, bytes(self._reducer.present), self._lane_buffers.changed())
 
     def _compare(self, words: Sequence[ControlWord]) -> None:
         for rank, word in enumerate(words):

@@ -25,7 +25,8 @@ from torch import Tensor
 from lockstep.comm.base import Comm, Pending
 from lockstep.errors import UsageError
 from lockstep.gradients.bucket_reducer import Bucket, BucketReducer
-from lockstep.gradients.partial_sums import PartialSums, Value, headroom, multiply
+from lockstep.gradients.control_word import COUNTED, WEIGHED
+from lockstep.gradients.partial_sums import PartialSums, Value, headroom_of, multiply
 from lockstep.gradients.sparse import fold_sparse
 from lockstep.plan.tree import Fold, carries
 
@@ -37,12 +38,12 @@ class LaneWeights:
     gradient) / sum(weight) over all lanes. It is computed as sum(share * gradient) * scale, where ``share`` is the weight divided
     by the largest number of samples of a lane: 1 for most lanes, which costs no multiplication.
 
-    ``counts`` holds the number of samples of every lane of the run; this worker has lanes [first, last) of ``my_lanes``.
+    ``counts`` holds the number of samples of every lane of the run, ``mine`` the weight of each lane of this worker.
     """
 
     def __init__(self, step: int, counts: Sequence[int], my_lanes: tuple[int, int]) -> None:
-        self._step, self._counts, self._unit = step, counts, max(counts)
-        self._weights = {lane: float(counts[lane]) for lane in range(*my_lanes)}
+        self._step, self.counts, self._unit = step, counts, max(counts)
+        self.mine = {lane: float(counts[lane]) for lane in range(*my_lanes)}
         self._weighed: set[int] = set()
         self._weigh_was_called = False
 
@@ -53,42 +54,26 @@ class LaneWeights:
                 f"run.weigh({weight}) is not a weight. Pass a finite number of samples, tokens, ... that is 0 or more."
             )
         self._weigh_was_called = True
-        if self._counts[lane]:
-            self._weights[lane] = float(weight)
+        if self.counts[lane]:
+            self.mine[lane] = float(weight)
             self._weighed.add(lane)
 
-    def weight(self, lane: int) -> float:
-        return self._weights[lane]
-
-    def mine(self) -> tuple[float, ...]:
-        """The weights of this worker's lanes, in lane order."""
-        return tuple(self._weights.values())
-
-    def some_weighed(self) -> bool:
-        """Whether the user gave a weight to a lane of this worker that has samples."""
-        return bool(self._weighed)
-
-    def some_counted(self) -> bool:
-        """Whether a lane of this worker has samples, and the user gave it no weight."""
-        return any(self._counts[lane] and lane not in self._weighed for lane in self._weights)
-
-    def has_samples(self, lane: int) -> bool:
-        return self._counts[lane] > 0
-
-    def first_lane_with_samples(self) -> int:
-        return next(lane for lane, count in enumerate(self._counts) if count)
+    def kinds(self) -> int:
+        """Returns the bits WEIGHED (the user weighed a lane of this worker) and COUNTED (a lane with samples was not weighed)."""
+        counted = any(self.counts[lane] and lane not in self._weighed for lane in self.mine)
+        return (WEIGHED if self._weighed else 0) | (COUNTED if counted else 0)
 
     def share(self, lane: int) -> float:
-        return self._weights[lane] / self._unit if len(self._counts) > 1 else float(self._counts[lane] > 0)
+        return self.mine[lane] / self._unit if len(self.counts) > 1 else float(self.counts[lane] > 0)
 
     def scale(self, weights: Sequence[float]) -> float:
         """1 / (sum of the shares of all lanes), from the weights of all lanes of the run."""
-        if len(self._counts) == 1:
+        if len(self.counts) == 1:
             return 1.0
         total = math.fsum(weights)
         if total == 0:
             raise UsageError(
-                f"all {len(self._counts)} lanes of step {self._step} have weight 0, so there is nothing to average. "
+                f"all {len(self.counts)} lanes of step {self._step} have weight 0, so there is nothing to average. "
                 "Give at least one lane a positive weight with run.weigh(n)."
             )
         return self._unit / total
@@ -96,10 +81,10 @@ class LaneWeights:
     def scale_before_exchange(self, has_all_weights: bool) -> float | None:
         """``scale``, if this worker knows it without the other workers' weights; otherwise None."""
         if has_all_weights:
-            return self.scale(self.mine())
-        if len(self._counts) == 1:
+            return self.scale(tuple(self.mine.values()))
+        if len(self.counts) == 1:
             return 1.0
-        return None if self._weigh_was_called else self._unit / sum(self._counts)
+        return None if self._weigh_was_called else self._unit / sum(self.counts)
 
 
 @dataclass(frozen=True)
@@ -148,7 +133,7 @@ class LaneReducer(BucketReducer[Bucket]):
         lanes = fold.lanes_of(self._comm.rank)
         self._fold, self._first_lane = fold, lanes[0]
         self._carries = carries(fold.lanes, *lanes) if self._exact else (0, *(1 for _ in range(*lanes)))[:-1]
-        self._headroom = [headroom(p.dtype, fold.lanes) for p in self._params]
+        self._headroom = [headroom_of(p.dtype, fold.lanes) for p in self._params]
         self._planned = []  # the number of rows of a bucket depends on the fold
 
     # -- one step ----------------------------------------------------------------------------
@@ -178,14 +163,16 @@ class LaneReducer(BucketReducer[Bucket]):
 
     def end(self) -> None:
         """A lane's backward is over. In the last lane all buckets are sent that were not sent yet. Does not wait."""
-        indices = range(len(self._params))
-        for index in indices:
-            if self._fires[index] and not self._planned[index]:
+        rest = []
+        for index, taken in enumerate(self._taken):
+            if not taken and self._planned[index]:
+                rest.append(index)
+            elif not taken and self._fires[index]:
                 self._params[index].grad = None  # unfrozen in the middle of a step: it takes part from the next step on
         with torch.no_grad():
-            self._take([i for i in indices if self._planned[i] and not self._taken[i]])
+            self._take(rest)
             if self._micro_batch.is_last:
-                self._launch_rest()
+                self._launch_buckets(at_end=True)
             else:
                 self._partial_sums.end_lane()
         self._learn_fires()
@@ -195,7 +182,8 @@ class LaneReducer(BucketReducer[Bucket]):
         with torch.no_grad():
             for index in self._sparse:
                 self._finish_sparse(index, bool(present[index]), scale)
-            self._wait()
+            for pending in self._pending:
+                pending.wait()
             for bucket in self._buckets:
                 if self._micro_batch.scale is None or (not self._exact and bucket.wire.is_cuda):
                     bucket.flat.mul_(scale / self._headroom[bucket.members[0]])
@@ -229,7 +217,7 @@ class LaneReducer(BucketReducer[Bucket]):
             dense.append(index)
             values.append(grad.to_dense() if grad is not None and grad.is_sparse else grad)
         if dense:
-            self._multiply(dense, values, lambda room: share * room)
+            self._multiply(dense, values, lambda headroom: share * headroom)
             self._add(dense, values)
 
     def _add(self, indices: list[int], values: list[Value]) -> None:
@@ -244,7 +232,7 @@ class LaneReducer(BucketReducer[Bucket]):
         """This worker is alone: its total is the sum of all lanes."""
         scale = self._micro_batch.scale
         assert scale is not None
-        self._multiply(indices, totals, lambda room: scale / room)
+        self._multiply(indices, totals, lambda headroom: scale / headroom)
         for index, total in zip(indices, totals, strict=True):
             self._params[index].grad = total
 
@@ -262,10 +250,10 @@ class LaneReducer(BucketReducer[Bucket]):
 
     def _multiply(self, indices: Sequence[int], values: Sequence[Value], factor: Callable[[float], float]) -> None:
         """Multiply each value by ``factor(headroom of its dtype)``."""
-        for room in {self._headroom[index] for index in indices}:
-            if factor(room) not in (0, 1):
-                chosen = [v for i, v in zip(indices, values, strict=True) if v is not None and self._headroom[i] == room]
-                multiply(chosen, factor(room))
+        for headroom in {self._headroom[index] for index in indices}:
+            if factor(headroom) not in (0, 1):
+                chosen = [v for i, v in zip(indices, values, strict=True) if v is not None and self._headroom[i] == headroom]
+                multiply(chosen, factor(headroom))
 
     # -- launching ---------------------------------------------------------------------------
 

@@ -84,7 +84,7 @@ class PartialSums:
             copy_scaled(out, _remove(level, indices), scale)
 
 
-def headroom(dtype: torch.dtype, lanes: int) -> float:
+def headroom_of(dtype: torch.dtype, lanes: int) -> float:
     """The factor for every lane's values before they are added, so that the sum of ``lanes`` large values stays finite.
 
     It is a power of two, hence exact, for fp16, and 1 for dtypes with a wider exponent.

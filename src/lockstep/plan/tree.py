@@ -123,7 +123,7 @@ class Fold:
 
     def rank_of(self, lane: int) -> int:
         """Returns the rank that has ``lane``."""
-        return next(rank for rank in range(len(self.held)) if lane < self.lanes_of(rank)[1])
+        return next(r for r, mine in enumerate(self.held) if any(first <= lane < last for first, last in mine))
 
     def merged(self, groups: Sequence[Sequence[int]]) -> Fold:
         """Returns the rest of the tree after the ranks of each group have added up what they can: group g becomes rank g."""
