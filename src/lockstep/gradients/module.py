@@ -106,7 +106,7 @@ def parameters_of(module: nn.Module, ignore: Sequence[str]) -> list[tuple[str, n
     unknown = sorted(set(ignore) - known)
     if unknown:
         some = ", ".join(sorted(known)[:8])
-        raise UsageError(f"ignore contains {unknown[0]!r}, but this module has no such parameter or buffer. It has: {some}, ...")
+        raise UsageError(f"ignore names {unknown[0]!r}, but this module has no such parameter or buffer. It has: {some}, ...")
     found = []
     for name, param in module.named_parameters():
         if name in ignore:
