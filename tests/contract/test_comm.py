@@ -79,15 +79,11 @@ def reduces(comm: Comm) -> None:
                 torch.testing.assert_close(
                     tensor, (expected / comm.size).to(dtype), atol=0.07 if dtype.itemsize == 2 else 1e-5, rtol=0.01
                 )
-            if not dtype.is_complex and dtype.itemsize > 2:
-                tensor.copy_(base * (comm.rank + 1))
-                comm.reduce(tensor, "max", "a max").wait()
-                assert torch.equal(tensor, (base * comm.size).to(dtype))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 @pytest.mark.parametrize("kind", KINDS)
-def test_reduce_gives_every_rank_the_same_sum_mean_or_maximum(kind: str, size: int) -> None:
+def test_reduce_gives_every_rank_the_same_sum_or_mean(kind: str, size: int) -> None:
     over(kind, size, reduces)
 
 
@@ -224,7 +220,7 @@ def test_close_may_be_called_twice_and_ends_use(kind: str) -> None:
 
 def test_loopback_plays_its_fault_script() -> None:
     comms = loopback(2)
-    comms[0].hub.fail(rank=1, at=1)
+    comms[0].group.fail(rank=1, at=1)
     seen: list[str] = []
 
     def other() -> None:
@@ -246,7 +242,7 @@ def test_loopback_plays_its_fault_script() -> None:
 def test_loopback_notices_ranks_that_do_different_things() -> None:
     comms = loopback(2)
     first = comms[0].reduce(torch.ones(1), "sum", "bucket 0")
-    with pytest.raises(PeerError, match="where others are at 'bucket 0'"):
+    with pytest.raises(PeerError, match="other ranks called 'bucket 0'"):
         comms[1].broadcast(torch.ones(1), 0, "the buffers")
     with pytest.raises(PeerError):
         first.wait()

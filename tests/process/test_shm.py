@@ -143,9 +143,9 @@ def test_a_segment_is_private_zeroed_and_has_no_name() -> None:
     other = Segment.open(segment.address, 1 << 16)
     segment.memory[5] = 7
     assert other.memory[5] == 7
-    with pytest.raises(SegmentError, match="another size"):
+    with pytest.raises(SegmentError, match="different size"):
         Segment.open(segment.address, 1 << 15)
-    segment.seal()
+    segment.close_descriptor()
     with pytest.raises(SegmentError):
         Segment.open("/proc/1/fd/9999", 10)
 
@@ -318,7 +318,7 @@ def hold_and_die(rank: int, size: int, address: str, nbytes: int) -> None:
 
 def test_a_worker_killed_while_it_holds_the_mutex_does_not_stop_the_others() -> None:
     segment = Segment.create(4096)
-    counters = LockedCounters(segment.memory, 0, 2, first=True)
+    counters = LockedCounters(segment.memory, 0, 2, is_first=True)
     run_workers(hold_and_die, 1, segment.address, 4096, check=False)
     counters.publish(0, 5)
     assert counters.read() == [5, 0]

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from lockstep.comm.abortable_store import AbortableStore, NeverMet, meet_in_file
 from lockstep.comm.base import Comm
 from lockstep.comm.open_comm import open_comm
+from lockstep.comm.store import AbortableStore, StoreWaitError
 from lockstep.errors import PeerError
 from lockstep.world import AgentEndpoint, World
 
@@ -76,10 +76,10 @@ class AgentLink:
         try:
             if size == 1:
                 return open_comm(device, world=world, timeout_s=timeout_s, kind=kind)
-            self._store = meet_in_file(place, size, generation.broken, timeout_s)
+            self._store = AbortableStore(place, size, generation.broken, timeout_s)
             return open_comm(device, world=world, timeout_s=timeout_s, kind=kind, need_bytes=need_bytes, store=self._store)
         except RuntimeError as error:
-            if isinstance(error, PeerError) or not isinstance(error, NeverMet):
+            if isinstance(error, PeerError) or not isinstance(error, StoreWaitError):
                 raise
             raise PeerError(f"the members of generation {generation.number} did not all meet: {error}") from error
 
