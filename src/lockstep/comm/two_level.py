@@ -1,8 +1,8 @@
 """A Comm for several machines with several workers each: shared memory within a machine, gloo between machines.
 
 A bucket is cut into S slices, S being the largest number of workers on a machine. On each machine local worker s mod n carries
-slice s: it adds the slice over its machine's workers in shared memory, folds the sums with the carriers of slice s on the other
-machines over gloo (comm/fold_gloo.py), and writes the total to its machine's workers:
+slice s: it adds the slice over its machine's workers in shared memory, reduces the sum with the carriers of slice s on the other
+machines over gloo, and writes the total to its machine's workers:
 
     machine A (3 workers)    slices  0 1 2            group 0: A0 B0
     machine B (2 workers)    carried by B0 B1 B0      group 1: A1 B1      group 2: A2 B0
@@ -11,7 +11,8 @@ Each of M machines sends 2(M-1)/M of the bucket, however many workers it has, an
 are not in a shared bucket travel over one gloo group of all workers.
 
 A fold follows its tree: the carrier performs the additions between rows of its own machine, then finishes the tree with the other
-carriers. If the lanes of a machine are one subtree, one row is left, and the machine sends as much as in a reduction.
+carriers (comm/fold_gloo.py). If the lanes of a machine are one subtree, one row is left, and the machine sends as much as in a
+reduction. A reduction is not a fold here: gloo's own all-reduce needs no thread of ours, and is faster for small buckets.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from torch import Tensor
 
 from lockstep.comm.base import Op, Pending
 from lockstep.comm.connections import Connections
-from lockstep.comm.fold import Block, add_blocks, check_fold, fold_blocks, reduction, rows_of
+from lockstep.comm.fold import Block, add_blocks, check_fold, fold_blocks, rows_of
 from lockstep.comm.fold_gloo import FoldGroup, GroupRef, ScratchPool, cut_into_pieces, finish_fold
-from lockstep.comm.operation import InOrder, OpGenerator
+from lockstep.comm.operation import InOrder, OpGenerator, wait_for_works
 from lockstep.comm.peer_health import PeerHealth
 from lockstep.comm.shared_bucket import SharedBucket, slice_of
 from lockstep.comm.shm import Shm
@@ -44,14 +45,6 @@ class _CarriedSlice:
     rows: list[Tensor]
     out: Tensor
     others: list[Tensor]
-
-
-@dataclass(frozen=True)
-class _BucketPlan:
-    """A fold of a bucket as this worker performs it: the fold between machines, and the slices this worker carries."""
-
-    between: Fold
-    slices: list[_CarriedSlice]
 
 
 class TwoLevel:
@@ -82,19 +75,25 @@ class TwoLevel:
         self._results: list[Any] = []  # the same for results
         self._carried: list[int] = []  # the slices, in the same order
         self._slices = max(map(len, self._ranks))
+        self._connect_carriers(store)
+        health.on_failure(self._connections.cut)
+        self._issued, self._shares = InOrder(), InOrder()
+        self._scratch = ScratchPool()
+        self._plans: weakref.WeakKeyDictionary[SharedBucket, dict[Fold | None, list[_CarriedSlice]]] = weakref.WeakKeyDictionary()
+        self._merged: dict[Fold, Fold] = {}  # the folds between machines
+        self.bytes_between = 0
+        """Gradient bytes this worker has reduced with other machines; it sent 2(M-1)/M of them."""
+        self._finalizer = weakref.finalize(self, _close, self._all, self._local, self._connections, self._values, self._results)
+
+    def _connect_carriers(self, store: dist.Store) -> None:
+        """Build two gloo groups for each slice that this worker carries; all ranks build them in the order of the slices."""
+        here = self._ranks[self._machine]
         for s in range(self._slices):
-            if rank == self._ranks[self._machine][s % len(self._ranks[self._machine])]:
+            if self.rank == here[s % len(here)]:
                 self._carried.append(s)
                 for groups, prefix in ((self._values, "values"), (self._results, "results")):
                     cross = dist.PrefixStore(f"{prefix}/{s}", store)
                     groups.append(build_gloo(cross, self._machine, len(self._ranks), self._connections))
-        health.on_failure(self._connections.cut)
-        self._scatters, self._shares = InOrder(), InOrder()
-        self._scratch = ScratchPool()
-        self._plans: weakref.WeakKeyDictionary[SharedBucket, dict[Fold | None, _BucketPlan]] = weakref.WeakKeyDictionary()
-        self.bytes_between = 0
-        """Gradient bytes this worker has folded with other machines; it sent 2(M-1)/M of them."""
-        self._finalizer = weakref.finalize(self, _close, self._all, self._local, self._connections, self._values, self._results)
 
     def averages(self, tensor: Tensor) -> bool:
         return self._local.averages(tensor)
@@ -106,54 +105,71 @@ class TwoLevel:
         bucket = self._local.bucket_of(tensor)
         if bucket is None:
             return self._all.reduce(tensor, op, what)
-        return self._start(bucket, None, 1.0 / self.size if op == "mean" else None, what)
+        slices = self._slices_of(bucket, None)
+        scale = 1.0 / self.size if op == "mean" else None
+        return self._start(bucket, slices, self._reduce_between(slices, scale, self._issued.take_ticket()), what)
 
     def fold(self, tensor: Tensor, fold: Fold, scale: float | None, what: str) -> Pending:
         bucket = self._local.bucket_of(tensor)
         if bucket is None:
             return self._all.fold(tensor, fold, scale, what)
         check_fold(tensor, fold, self.size)
-        return self._start(bucket, fold, scale, what)
+        if fold not in self._merged:
+            self._merged[fold] = fold.merged(self._ranks)
+        slices = self._slices_of(bucket, fold)
+        tickets = self._issued.take_ticket(), self._shares.take_ticket()
+        return self._start(bucket, slices, self._fold_between(slices, self._merged[fold], scale, *tickets), what)
 
-    def _start(self, bucket: SharedBucket, fold: Fold | None, scale: float | None, what: str) -> Pending:
-        """Start a fold, or a reduction if ``fold`` is None."""
+    def _start(self, bucket: SharedBucket, slices: list[_CarriedSlice], between: OpGenerator, what: str) -> Pending:
         number = self._local.health.begin(what)
-        tickets = self._scatters.take_ticket(), self._shares.take_ticket()
-        return self._local.start(self._fold_bucket(bucket, fold, scale, *tickets), number, what)
+        return self._local.start(self._run(bucket, slices, between), number, what)
 
-    def _fold_bucket(self, bucket: SharedBucket, fold: Fold | None, scale: float | None, scatter: int, share: int) -> OpGenerator:
+    def _run(self, bucket: SharedBucket, slices: list[_CarriedSlice], between: OpGenerator) -> OpGenerator:
+        """Add on this machine, then ``between`` machines, then copy the totals to the other workers of this machine."""
         use = bucket.deposit()
         while not bucket.deposited.reached(use):
             yield
-        plan = self._plan(bucket, fold)
-        for carried in plan.slices:
+        for carried in slices:
             for block in carried.blocks:
                 block.run(None)
-        pieces = []
-        for index, carried in enumerate(plan.slices):
-            groups = GroupRef(self._values, index), GroupRef(self._results, index)
-            group = FoldGroup(self._machine, len(self._ranks), *groups, self._scratch)
-            pieces += cut_into_pieces(group, carried.rows, plan.between, carried.out)
             self.bytes_between += (len(carried.rows) + 1) * carried.out.nbytes // 2
-        yield from self._scatters.wait_for(scatter)
-        for piece in pieces:
-            piece.scatter()
-        self._scatters.next_ticket()
-        yield from finish_fold(pieces, scale, self._shares, share)
-        for carried in plan.slices:
+        yield from between
+        for carried in slices:
             for other in carried.others:
                 other.copy_(carried.out)
         bucket.reduced.publish(self._local_rank, use)
         while not bucket.reduced.reached(use):
             yield
 
-    def _plan(self, bucket: SharedBucket, fold: Fold | None) -> _BucketPlan:
-        """Made once for each bucket and fold."""
+    def _reduce_between(self, slices: list[_CarriedSlice], scale: float | None, ticket: int) -> OpGenerator:
+        yield from self._issued.wait_for(ticket)
+        works = [group.allreduce([carried.out]) for group, carried in zip(self._values, slices, strict=True) if carried.out.numel()]
+        self._issued.next_ticket()
+        yield from wait_for_works(works)
+        if scale is not None:
+            for carried in slices:
+                carried.out.mul_(scale)
+
+    def _fold_between(
+        self, slices: list[_CarriedSlice], fold: Fold, scale: float | None, ticket: int, share_ticket: int
+    ) -> OpGenerator:
+        pieces = []
+        for index, carried in enumerate(slices):
+            groups = GroupRef(self._values, index), GroupRef(self._results, index)
+            group = FoldGroup(self._machine, len(self._ranks), *groups, self._scratch)
+            pieces += cut_into_pieces(group, carried.rows, fold, carried.out)
+        yield from self._issued.wait_for(ticket)
+        for piece in pieces:
+            piece.scatter()
+        self._issued.next_ticket()
+        yield from finish_fold(pieces, scale, self._shares, share_ticket)
+
+    def _slices_of(self, bucket: SharedBucket, fold: Fold | None) -> list[_CarriedSlice]:
+        """The slices that this worker carries in a fold of a bucket, or in a reduction if ``fold`` is None. Made once."""
         plans = self._plans.setdefault(bucket, {})
         if fold not in plans:
             rows = [rows_of(buffer, 1 if fold is None else fold.width) for buffer in bucket.buffers]
-            between = reduction(len(self._ranks)) if fold is None else fold.merged(self._ranks)
-            plans[fold] = _BucketPlan(between, [self._carry(s, rows, fold) for s in self._carried])
+            plans[fold] = [self._carry(s, rows, fold) for s in self._carried]
         return plans[fold]
 
     def _carry(self, s: int, rows: list[Tensor], fold: Fold | None) -> _CarriedSlice:
