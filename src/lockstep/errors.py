@@ -31,8 +31,8 @@ class PeerError(LockstepError, RuntimeError):
         self.ranks: tuple[int, ...] = tuple(ranks)
         self.hung = hung
 
-    def again(self) -> PeerError:
-        """The same, as a new exception for another raise."""
+    def copy(self) -> PeerError:
+        """Return an equal exception without a traceback, so that the same failure can be raised in several places."""
         return PeerError(str(self), self.ranks, hung=self.hung)
 
 

@@ -41,7 +41,7 @@ def rows_of(tensor: Tensor, width: int) -> Tensor:
 
 def values_of(rows: Sequence[Tensor], fold: Fold) -> list[Tensor]:
     """The values of ``fold``, in the order in which it numbers them, from every rank's rows."""
-    return [own[k] for own, held in zip(rows, fold.held, strict=True) for k in range(len(held))]
+    return [own[k] for own, nodes in zip(rows, fold.held, strict=True) for k in range(len(nodes))]
 
 
 class Block:

@@ -109,7 +109,7 @@ class FoldPiece:
             return
         count, dtype = len(self._rows), self._out.dtype
         sent = [count * (high - low) for low, high in self._cuts]
-        received = [len(held) * self._length for held in self._fold.held]
+        received = [len(nodes) * self._length for nodes in self._fold.held]
         if count != 1 or self._own_stays:
             sent[self._rank] = received[self._rank] = 0
         output = self._group.scratch.acquire(sum(received), dtype)
@@ -180,9 +180,9 @@ def fold_through_host(tensor: Tensor, fold: Fold, rank: int, start: Callable[[Te
     """Call ``start`` with the tensor if it is in host memory, else with a copy in host memory; ``wait`` copies the total back."""
     if not tensor.is_cuda:
         return start(tensor)
-    row, held = tensor.numel() // fold.width, len(fold.held[rank])
+    row, count = tensor.numel() // fold.width, len(fold.held[rank])
     host = torch.empty_like(tensor, device="cpu")
-    host[: held * row].copy_(tensor[: held * row])
+    host[: count * row].copy_(tensor[: count * row])
     return _CopyBack(start(host), host[:row], tensor[:row])
 
 

@@ -19,16 +19,16 @@ from lockstep.plan.tree import Fold
 def fold_on_stream(backend: Any, rank: int, size: int, tensor: Tensor, fold: Fold, scale: float | None) -> None:
     """Enqueue the fold of ``tensor`` on the current stream. Works of ``backend`` make that stream wait, not the host."""
     rows = rows_of(tensor, fold.width)
-    numel, item, held = rows.shape[1], rows.element_size(), len(fold.held[rank])
+    numel, item, count = rows.shape[1], rows.element_size(), len(fold.held[rank])
     if numel == 0:
         return
     length = -(-numel // size)  # slices of one length, as an all-gather needs them; the last may be short or empty
     cuts = [(min(numel, s * length), min(numel, (s + 1) * length)) for s in range(size)]
     low, high = cuts[rank]
-    send = rows[0] if held == 1 else torch.cat([row[a:b] for a, b in cuts for row in rows[:held]] or [rows[0, :0]])
+    send = rows[0] if count == 1 else torch.cat([row[a:b] for a, b in cuts for row in rows[:count]] or [rows[0, :0]])
     values = rows.new_empty(sum(map(len, fold.held)), high - low)
-    sent = [held * (b - a) * item for a, b in cuts]
-    received = [len(theirs) * (high - low) * item for theirs in fold.held]
+    sent = [count * (b - a) * item for a, b in cuts]
+    received = [len(nodes) * (high - low) * item for nodes in fold.held]
     backend.alltoall_base(bits(values), bits(send), received, sent).wait()
     mine = rows.new_empty(length)
     fold_values(values.unbind(), fold, scale, [mine[: high - low]])

@@ -120,7 +120,7 @@ class _LoopbackPending:
                 message = never_sent(failed, missing, sorted(self._collective.tensors))
                 self._group.fail_with(PeerError(message, missing, hung=True))
             assert self._group.error is not None
-            raise self._group.error.again()
+            raise self._group.error.copy()
 
     def done(self) -> bool:
         return self._collective.done
@@ -165,7 +165,7 @@ class Loopback:
         if self._closed:
             raise UsageError(f"rank {self.rank} used its comm for {collective.what} after closing it.")
         if self.group.error is not None:
-            raise self.group.error.again()
+            raise self.group.error.copy()
         index = self._operations
         self._operations += 1
         if self.group.faults.get(self.rank) == index:

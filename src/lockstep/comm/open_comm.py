@@ -61,7 +61,7 @@ def open_comm(
     """Open a comm for tensors on ``device``. All ranks must call it, in the same order.
 
     Args:
-        device: Where the tensors are.
+        device: The device of the tensors.
         world: Rank, size and store address of this worker; by default ``World.detect()``.
         group: A torch process group that gives ranks and store instead of ``world``. If neither is given and the script has
             initialised ``torch.distributed``, its default group is used.
@@ -128,7 +128,7 @@ def _open_host(rendezvous: Rendezvous, kind: str, need_bytes: int) -> Comm:
 
 
 def _machines(rendezvous: Rendezvous) -> list[str]:
-    """The name of every rank's machine and user. Raises ``PeerError`` if a rank does not come."""
+    """The name of every rank's machine and user. Raises ``PeerError`` if a rank does not call it."""
     await_ranks(dist.PrefixStore("machines", rendezvous.store), rendezvous.rank, rendezvous.size, rendezvous.timeout_s)
     rendezvous.store.set(f"machine/{rendezvous.rank}", f"{rendezvous.machine or machine_name()}/{os.getuid()}")
     return [rendezvous.store.get(f"machine/{r}").decode() for r in range(rendezvous.size)]

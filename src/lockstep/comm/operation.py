@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 from lockstep.comm.peer_health import PeerHealth
 
 OpGenerator = Generator[Any, None, None]
-"""The body of an operation. Yields the torch work it waits for (or a ``FinalWork``), or None if only polling can tell."""
+"""The body of an operation. Yields the torch work it waits for (or a ``FinalWork``), or None if it must be polled."""
 
 
 class FinalWork(NamedTuple):

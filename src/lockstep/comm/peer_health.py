@@ -11,7 +11,7 @@ its comm. A rank without a status is dead or stopped; a rank that has issued few
     collects statuses         collects statuses        collects statuses
     raises PeerError          raises PeerError         raises it at its next operation
 
-While training goes well this costs one look at the store per poll. Knows nothing of how bytes travel.
+While training goes well this costs one request to the store per poll. Knows nothing of how bytes travel.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class PeerHealth:
 
     def raise_if_failed(self) -> None:
         if self.error is not None:
-            raise self.error.again()
+            raise self.error.copy()
 
     def explain(self, number: int, what: str, waited_s: float, cause: str | Exception = "") -> PeerError:
         """Return the error of a failed wait for operation ``number``; the first failure of a comm is the error of all waits.
@@ -82,7 +82,7 @@ class PeerHealth:
             text = cause if isinstance(cause, str) else (str(cause).splitlines() or [type(cause).__name__])[0][:160]
             self._investigate(FailedWait(self._rank, number, what, waited_s, text))
         assert self.error is not None
-        return self.error.again()
+        return self.error.copy()
 
     def fail(self, error: PeerError) -> None:
         """End the comm with ``error``, unless it has failed before. Any thread may call it."""

@@ -45,7 +45,7 @@ class Stateful(Protocol):
         """Return the model's state dict, with each tensor under one name."""
 
     def persistent(self) -> set[str]:
-        """Return the names of the buffers in the model's state dict."""
+        """Return the names in the model's state dict: a buffer that is not among them is not persistent."""
 
     def aliases(self) -> dict[str, str]:
         """Return the names in the state dict that share another name's tensor: alias -> the name in ``weights``."""

@@ -10,7 +10,7 @@ all buffers along a fixed tree and writes the total to all of them, in blocks th
 the bucket once, and the sum does not depend on timing. A rank touches another rank's buffer only between that rank's "deposited"
 and its own "reduced", so the next deposit needs no further barrier. A reduction is a fold of one row per rank (comm/fold.py).
 
-Nothing blocks in a hook: an operation is a generator that yields where it would wait (comm/operation.py), and every later call into
+Nothing blocks in a hook: an operation is a generator that yields when it would block (comm/operation.py), and every later call into
 the comm advances all operations. Tensors that are not in a shared bucket travel through a *channel* (comm/channel.py), in chunks.
 
 The process descriptors of the other workers show a death within milliseconds; a worker that hangs is found by timeout
@@ -49,7 +49,7 @@ class Shm:
     """The comm of workers that share this machine's memory. All ranks must construct it.
 
     Args:
-        store: Where the ranks find each other.
+        store: The store through which the ranks find each other.
         rank, size: This worker's number, and how many workers there are.
         timeout_s: How long a wait may take.
         need_bytes: Size of all buckets of one rank: whether they fit is found out now, not in the middle of training.
@@ -213,7 +213,7 @@ class Shm:
     def _fold_through_channel(self, tensor: Tensor, fold: Fold | None, scale: float | None) -> OpGenerator:
         """Every rank reads some columns of all ranks' rows and runs the whole tree on them."""
         plan = fold or reduction(self.size)
-        rows, held = rows_of(tensor, plan.width), len(plan.held[self.rank])
+        rows, count = rows_of(tensor, plan.width), len(plan.held[self.rank])
         overwritten = {plan.root, *(to for to, _ in plan.adds)}
         column_bytes = plan.width * rows.element_size()
 
@@ -221,7 +221,7 @@ class Shm:
             return slice(offset // column_bytes, (offset + length) // column_bytes)
 
         def write(offset: int, slot: Tensor) -> None:
-            rows_of(slot.view(rows.dtype), plan.width)[:held].copy_(rows[:held, columns(offset, slot.numel())])
+            rows_of(slot.view(rows.dtype), plan.width)[:count].copy_(rows[:count, columns(offset, slot.numel())])
 
         def read(offset: int, length: int) -> None:
             everyone = [rows_of(slot[:length].view(rows.dtype), plan.width) for slot in self._channel.slots]

@@ -47,7 +47,7 @@ class TorchGroup:
     """gloo and NCCL process groups among the ranks of a store. All ranks must construct it; blocks until they have.
 
     Args:
-        store: Where the ranks find each other.
+        store: The store through which the ranks find each other.
         rank, size: This worker's number, and how many workers there are.
         timeout_s: How long a wait may take.
         cuda: What carries CUDA tensors: ``"nccl"``, ``"gloo"`` (through host memory; several ranks may share a GPU), or a process
@@ -175,7 +175,7 @@ class TorchGroup:
             self._gloo.append(build_gloo(dist.PrefixStore("results", self._store), self.rank, self.size, self._connections))
         except RuntimeError as error:
             raise self.health.explain(self.health.count, "its connections for folds", 0.0, error) from error
-        self.health.raise_if_failed()  # an abort may have come before the new connections existed
+        self.health.raise_if_failed()  # an abort may have happened before the new connections existed
 
     def _fold_over_gloo(self, tensor: Tensor, fold: Fold, scale: float | None, number: int, what: str) -> OpGenerator:
         """Send this rank's values at once, in the order of the calls, and return the rest of the fold."""
@@ -228,7 +228,7 @@ class TorchGroup:
     # -- CUDA --------------------------------------------------------------------------------
 
     def _fold_on_stream(self, tensor: Tensor, fold: Fold, scale: float | None, number: int, what: str) -> Pending:
-        """Enqueue the fold on a stream of its own: a backward goes on meanwhile."""
+        """Enqueue the fold on a stream of its own: a backward is not delayed."""
         with torch.cuda.device(tensor.device):
             if self._fold_stream is None:
                 self._fold_stream = torch.cuda.Stream()
