@@ -91,9 +91,10 @@ def test_a_stopped_worker_is_named_killed_and_replaced(expected: str, tmp_path: 
     until(lambda: formed(chaos.folder))
     os.kill(chaos.workers()[2], signal.SIGSTOP)
     output = require_whole(chaos, expected)
-    assert re.search(
-        r"rank 2 is killed: it (held up worker \d|did not leave generation 0)", output
-    )  # in a step, or on its way to it
+    # The worker was stopped in a step, or on its way to it.
+    reason = r"(worker \d waited for it|it did not leave generation 0)"
+    assert re.search(rf"worker 2 \(rank 2, pid \d+\) hangs and is killed: {reason}", output), output
+    assert re.search(r"worker 2 \(pid \d+\) hung and was killed; 2 workers continue, generation 1", output), output
     assert "stack.txt" in output
 
 
@@ -128,4 +129,4 @@ def test_all_at_once_ends_the_run_with_a_message(tmp_path: Path) -> None:
         os.kill(pid, signal.SIGKILL)
     code, output = chaos.finish(30)
     assert code == 128 + signal.SIGKILL
-    assert "the last worker is gone" in output
+    assert "no worker is left: worker " in output
