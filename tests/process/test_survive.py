@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from lockstep.observe.ledger import audit, read
-from tests.chaos import Chaos, undisturbed
+from tests.chaos import HANG_S, Chaos, undisturbed
 from tests.lane_jobs import SAMPLES
 
 
@@ -98,11 +98,14 @@ def test_a_stopped_worker_is_named_killed_and_replaced(expected: str, tmp_path: 
     assert "stack.txt" in output
 
 
-def test_a_worker_stopped_before_it_joins_holds_nobody_up_for_long(expected: str, tmp_path: Path) -> None:
+def test_a_worker_stopped_before_it_joins_is_killed_after_the_hang_timeout(expected: str, tmp_path: Path) -> None:
     chaos = Chaos(tmp_path / "run", 3, "--ledger")
-    until(lambda: len(chaos.workers()) >= 2)
+    until(lambda: 1 in chaos.workers())
     os.kill(chaos.workers()[1], signal.SIGSTOP)  # as soon as its script runs
     require_whole(chaos, expected)
+    killed_at = next(entry["time"] for entry in events(chaos.folder) if any("Kill" in action for action in entry["actions"]))
+    joined_at = [entry["time"] for entry in events(chaos.folder) if "JoinRequested" in entry["event"]]
+    assert killed_at - max(at for at in joined_at if at < killed_at) < HANG_S + 5
 
 
 def test_sigterm_to_one_worker_lets_it_finish_the_step_and_leave(expected: str, tmp_path: Path) -> None:

@@ -23,7 +23,9 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             options = [option for action in self._actions for option in action.option_strings]
             hint = did_you_mean(unknown[0].split("=")[0], options) + (f"{self.epilog} " if self.epilog else "")
-            what = f"there is no option {unknown[0]}" if unknown[0].startswith("-") else f"the argument {unknown[0]} is one too many"
+            what = (
+                f"there is no option {unknown[0]}" if unknown[0].startswith("-") else f"the argument {unknown[0]} is one too many"
+            )
             raise UsageError(f"{what}. {hint}`{self.prog} --help` shows how it is called.")
         return given, unknown
 
