@@ -36,17 +36,11 @@ def add_parsers(commands: Any) -> None:
     parser.add_argument(
         "--grace", type=seconds, default=10.0, metavar="S", help="seconds to stop after Ctrl-C or SIGTERM (default: 10)"
     )
-    parser.add_argument(
-        "--hang-timeout",
-        type=seconds,
-        default=30.0,
-        metavar="S",
-        help="kill a worker for which other workers wait this many seconds (default: 30)",
-    )
+    help = "kill a worker for which other workers wait this many seconds (default: 30)"
+    parser.add_argument("--hang-timeout", type=seconds, default=30.0, metavar="S", help=help)
     parser.add_argument("--no-respawn", action="store_true", help="do not replace workers that die")
-    parser.add_argument(
-        "--max-respawns", type=whole_number(0), default=10, metavar="N", help="replace at most N workers in 5 minutes (default: 10)"
-    )
+    help = "replace at most N workers in 5 minutes (default: 10)"
+    parser.add_argument("--max-respawns", type=whole_number(0), default=10, metavar="N", help=help)
     parser.add_argument("--ledger", action="store_true", help="record which sample was committed in which step")
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="run a module instead of a script, with its arguments")
     parser.add_argument("script", nargs=argparse.REMAINDER, help="the script and its arguments")
