@@ -73,8 +73,8 @@ def test_export_writes_what_other_programs_load(place: Path, tmp_path: Path, cap
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ([], "what should be done"),
-        (["lst", "x"], "invalid choice"),
+        ([], "no command was given"),
+        (["lst", "x"], "there is no command lst. Did you mean list?"),
         (["list"], "required: PLACE"),
         (["list", "nowhere"], "there is no checkpoint in"),
         (["verify", "PLACE", "--step", "9"], "there are those of 2, 1"),

@@ -4,32 +4,17 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from lockstep.checkpoint.manifest import Manifest
 from lockstep.checkpoint.retention import Retention, Slot
 from lockstep.checkpoint.storage import open_storage
 from lockstep.checkpoint.tensor_file import Damaged
 from lockstep.errors import UsageError
-from lockstep.launch.arguments import Parser, open_standard_streams, whole_number, write
-
-
-def main(argv: Sequence[str]) -> int:
-    """Returns the exit code: 0, 1 where a checkpoint is damaged, 2 for arguments that cannot work."""
-    open_standard_streams()
-    try:
-        given = _parser().parse_args(list(argv))
-        if given.command is None:
-            raise UsageError(
-                "what should be done? `lockstep checkpoint list PLACE` shows what is there; `verify` and `export` too."
-            )
-        retention = Retention(open_storage(given.storage))
-        commands = {"list": show, "verify": verify, "export": export}
-        return commands[given.command](retention, given)
-    except (UsageError, OSError) as error:
-        write(2, f"lockstep: {error}\n")
-        return 2
+from lockstep.launch.arguments import whole_number, write
 
 
 def show(retention: Retention, given: argparse.Namespace) -> int:
@@ -105,18 +90,36 @@ def _size(manifest: Manifest) -> str:
     return f"{sum(file.bytes for file in manifest.files.values()) / 1e6:.1f} MB"
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="lockstep checkpoint", description="What a run has saved.", allow_abbrev=False)
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
-    for name, help in (
-        ("list", "a line for each, newest first"),
-        ("verify", "read every byte of them"),
-        ("export", "write the weights of the newest into one model.safetensors"),
+def add_parser(commands: Any) -> None:
+    """Add `checkpoint` to the subcommands of a parser. ``execute`` of the parsed arguments runs the command.
+
+    It returns the exit code, 1 if a checkpoint is damaged.
+    """
+    parser = commands.add_parser("checkpoint", help="list, verify or export the checkpoints of a run", allow_abbrev=False)
+    parser.set_defaults(execute=_no_command)
+    actions = parser.add_subparsers(metavar="COMMAND")
+    for name, function, help in (
+        ("list", show, "one line per checkpoint, newest first"),
+        ("verify", verify, "read and check every byte"),
+        ("export", export, "write the weights of the newest checkpoint to one model.safetensors"),
     ):
-        command = commands.add_parser(name, help=help, allow_abbrev=False)
-        command.add_argument("storage", metavar="PLACE", help="the folder or URL that was given to Run(checkpoint=...)")
+        action = actions.add_parser(name, help=help, allow_abbrev=False)
+        action.set_defaults(execute=partial(_execute, function))
+        action.add_argument("storage", metavar="PLACE", help="the folder or URL that was given to Run(checkpoint=...)")
         if name == "export":
-            command.add_argument("file", metavar="FILE", nargs="?", default=os.curdir, help="default: ./model.safetensors")
+            action.add_argument("file", metavar="FILE", nargs="?", default=os.curdir, help="default: ./model.safetensors")
         if name != "list":
-            command.add_argument("--step", type=whole_number(0), metavar="N", help="that of step N")
-    return parser
+            action.add_argument("--step", type=whole_number(0), metavar="N", help="only the checkpoint of step N")
+
+
+def _execute(function: Callable[[Retention, argparse.Namespace], int], given: argparse.Namespace) -> int:
+    try:
+        return function(Retention(open_storage(given.storage)), given)
+    except OSError as error:
+        raise UsageError(str(error)) from error
+
+
+def _no_command(given: argparse.Namespace) -> int:
+    raise UsageError(
+        "no command was given. `lockstep checkpoint list PLACE` lists the checkpoints; `verify` and `export` exist too."
+    )
