@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 
 import lockstep
-from lockstep.checkpoint import storage as places
+from lockstep.checkpoint import atomic_file, storage
+from lockstep.checkpoint.checkpoints import SaveError
 from lockstep.comm.plain_state import digest, flatten
 from tests.models import build
 
@@ -42,11 +43,13 @@ class FaultyOs:
 
 @contextmanager
 def faulty(at: int, fault: Any) -> Iterator[FaultyOs]:
-    before, places.os = places.os, FaultyOs(at, fault)  # type: ignore[assignment]
+    """Let the file operations of local storage fail at operation ``at``."""
+    faulty_os = FaultyOs(at, fault)
+    storage.os = atomic_file.os = faulty_os  # type: ignore[assignment]
     try:
-        yield places.os  # type: ignore[misc]
+        yield faulty_os
     finally:
-        places.os = before
+        storage.os = atomic_file.os = os
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
@@ -76,8 +79,8 @@ class Job:
         """Now: between two steps, as the loop itself would."""
         checkpoints = self.run._checkpoints
         assert checkpoints is not None
-        checkpoints._saver.begin(self.run.step)
-        checkpoints._saver.settle()
+        with suppress(SaveError):
+            checkpoints.save(self.run.step)
 
     def state(self) -> str:
         held = {"model": self.model.state_dict(), "opt": self.opt.state_dict()}

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.checkpoint.retention import Retention
-from lockstep.checkpoint.storage import open_place
+from lockstep.checkpoint.storage import open_storage
 
 HERE = Path(__file__).parents[2]
 SCRIPT = HERE / "tests" / "scripts" / "resume.py"
@@ -85,7 +85,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def saved_steps(place: Path) -> list[int]:
-    return [slot.step for slot in Retention(open_place(place)).whole()]
+    return [folder.step for folder in Retention(open_storage(place)).published()]
 
 
 @pytest.mark.parametrize(("before", "after", "loaders"), [(3, 2, "0"), (1, 4, "0"), (2, 1, "2")])

@@ -48,8 +48,8 @@ def require_old_or_new(place: Path, expected: list[str], seen: set[str]) -> None
     job.save()
     after = job.state()
     job.close()
-    (slot,) = Retention(open_storage(place)).whole()
-    assert [path.name for path in place.iterdir()] == [slot.folder]
+    (folder,) = Retention(open_storage(place)).published()
+    assert [path.name for path in place.iterdir()] == [folder.name]
     again = Job(place)
     assert again.state() == after
     again.close()

@@ -12,7 +12,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +24,31 @@ _PLAIN = (str, int, bool, type(None))
 
 
 Path = tuple[str, ...]
+
+
+class Stateful(Protocol):
+    """The state of a run: sent to a worker that joins, saved in checkpoints, compared between workers."""
+
+    settings: dict[str, Any]
+    """The settings that determine the result of the run: lanes, seed, exact."""
+
+    def capture(self) -> dict[str, Any]:
+        """Return the state."""
+
+    def restore(self, state: Mapping[str, Any], *, resumes: bool = False) -> None:
+        """Take over the state of another worker, or (``resumes``) of a checkpoint."""
+
+    def replicated(self) -> dict[str, Any]:
+        """Return what must have the same bits on every worker."""
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return the model's parameters and persistent buffers, each tensor under one name."""
+
+    def persistent(self) -> set[str]:
+        """Return the names in the model's state dict."""
+
+    def aliases(self) -> dict[str, str]:
+        """Return the names in the model's state dict whose tensor has another name in ``weights``: name -> the other name."""
 
 
 def flatten(value: Any, name: str) -> tuple[str, list[Tensor]]:

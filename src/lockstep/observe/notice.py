@@ -1,4 +1,4 @@
-"""One line to the user, from a worker."""
+"""Prints one line for the user to a worker's standard error."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from lockstep.checkpoint.checkpoints import Checkpoints
+from lockstep.checkpoint.checkpoints import CheckpointCallbacks, Checkpoints
 from lockstep.comm.base import Comm
 from lockstep.data.open_source import open_source
 from lockstep.data.shard import Shard
@@ -314,7 +314,7 @@ class Run:
             raise UsageError('run.save() has no place to save to. Name one: lockstep.Run(..., checkpoint="checkpoints").')
         self._loop.require_collective("run.save()", "run.save()")
         if self._loop.turn is not None:
-            self._checkpoints.ask()
+            self._checkpoints.request_save()
         else:
             checkpoints = self._checkpoints
             self._workers.together(lambda: checkpoints.save(self.step))
@@ -326,14 +326,15 @@ class Run:
             if workers.link is not None:
                 workers.link.say(type="saved", step=step, where=where)
 
-        checkpoints = Checkpoints(checkpoint, every, keep, self._state, lambda: workers.comm, published)
+        callbacks = CheckpointCallbacks(published)
+        if self._verification is not None:
+            callbacks = CheckpointCallbacks(published, self._verification.agreed_at, self._verification.resumed)
+        checkpoints = Checkpoints(checkpoint, every, keep, self._state, lambda: workers.comm, callbacks)
         self._checkpoints = checkpoints
-        self._state.resume, self._state.on_rebind = checkpoints.resume, checkpoints.give_up
+        self._state.resume, self._state.on_rebind = checkpoints.resume, checkpoints.abandon
         self._loop.tasks.append(checkpoints)
         if self._verification is not None:
-            checkpoints.trust(self._verification.agreed_at)
-            checkpoints.on_resumed = self._verification.resumed
-            self._verification.on_parted = checkpoints.suspect
+            self._verification.on_parted = checkpoints.distrust_after
         if workers.link is None:
             self._loop.exit_code = checkpoints.exit_code
             self._sigterm = Sigterm()
@@ -353,7 +354,7 @@ class Run:
             if sys.exc_info()[0] is None and self._state.began:
                 with suppress(PeerError):  # others are gone: theirs is not written
                     checkpoints.finish(self.step)
-            checkpoints.give_up()
+            checkpoints.abandon()
         while self._undo:
             self._undo.pop()()
         if self._owns_comm:
