@@ -86,12 +86,12 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_never_interrupted(
 
 
 def test_checkpoints_are_made_when_due_and_old_ones_go(tmp_path: Path) -> None:
-    train(tmp_path, keep=2)
+    incomplete, foreign = tmp_path / "step-000000099-0123456789abcdef", tmp_path / "mine"
+    incomplete.mkdir()  # without a manifest it is not resumed from
+    foreign.mkdir()
+    assert train(tmp_path, keep=2) == train(None)
+    assert sorted(path.name[:14] for path in tmp_path.iterdir()) == ["mine", "step-000000012", "step-000000015"]
     assert [folder.step for folder in Retention(open_storage(tmp_path)).published()] == [15, 12]
-    (tmp_path / "step-000000099-0123456789abcdef").mkdir()  # half-written
-    (tmp_path / "mine").mkdir()
-    assert train(tmp_path, every="1 epoch", keep=1).startswith("15 ")
-    assert {path.name[:14] for path in tmp_path.iterdir()} >= {"step-000000015", "mine"}
 
 
 def test_epochs_seconds_and_wishes_of_the_user(tmp_path: Path) -> None:
