@@ -73,9 +73,11 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
         self._open, self.entered, self.ended = threading.Event(), threading.Event(), threading.Event()
+        self.calls = 0
         real = getattr(LocalStorage, method)
 
         def gated(*args: Any) -> None:
+            self.calls += 1
             self.entered.set()
             self._open.wait(10.0)
             try:
@@ -180,6 +182,7 @@ def test_an_abandoned_checkpoint_is_not_published_and_another_is_requested(tmp_p
     assert gate.ended.is_set()  # the snapshot's memory was not used again before
     assert checkpoints.requests() & SAVE == 0
     checkpoints.wait_until_idle()
+    assert gate.calls == 1 + 2  # the first checkpoint ended in its first file of two
     assert published(tmp_path) == [2]
     assert len(list(tmp_path.iterdir())) == 1
     loaded = OneWeight()

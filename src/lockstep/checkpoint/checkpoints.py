@@ -86,11 +86,7 @@ class Checkpoints:
         comm: Callable[[], Comm],
         callbacks: CheckpointCallbacks,
     ) -> None:
-        """``url``, ``every`` and ``keep`` are arguments of ``Run``; ``comm`` returns the comm of the current generation.
-
-        Raises:
-            UsageError: If ``url``, ``every`` or ``keep`` cannot be used.
-        """
+        """``url``, ``every`` and ``keep`` are arguments of ``Run``; ``comm`` returns the comm of the current generation."""
         if not isinstance(keep, int) or keep < 1:
             raise UsageError(f"keep={keep!r} is not a number of checkpoints. Use 1 or more.")
         self._retention = Retention(open_storage(url), keep)
@@ -104,11 +100,7 @@ class Checkpoints:
         """Checkpoints after this step may hold wrong bits. They are removed when the next checkpoint is published."""
 
     def resume(self) -> bool:
-        """Load the newest checkpoint, before the first step. Returns whether there was one.
-
-        Raises:
-            UsageError: If the checkpoint does not fit this run, or every checkpoint is damaged.
-        """
+        """Load the newest checkpoint, before the first step. Returns whether there was one. ``UsageError`` if it does not fit."""
         comm, url = self._comm(), self._retention.storage.url
         found = read_newest(self._retention, comm, self._run_state.weights(), self._run_state.settings, print_notice)
         if found is None:
@@ -176,11 +168,7 @@ class Checkpoints:
         self._schedule.is_requested = True
 
     def save(self, step: int) -> None:
-        """Save now, and return when the checkpoint is published.
-
-        Raises:
-            SaveError: If it could not be written; on every worker.
-        """
+        """Save now, and return when the checkpoint is published. Raises ``SaveError`` on every worker if it cannot be written."""
         checkpoint = self.begin(step)
         self.wait_until_idle()
         self._schedule.is_requested = False

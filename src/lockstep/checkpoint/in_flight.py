@@ -68,10 +68,7 @@ class CheckpointInFlight:
     def conclude(self, publish: Callable[[Manifest], None]) -> bool:
         """Gather what each worker has written. All workers must call it, once all parts are written or have failed.
 
-        Rank 0 calls ``publish`` in the background, or removes the folder if a part has failed.
-
-        Returns:
-            Whether every worker has written its part: the same on every worker.
+        Rank 0 calls ``publish`` in the background, or removes the folder if a part has failed. Returns whether none has.
         """
         mine = json.dumps(self._writer.result()).encode()
         parts = [json.loads(text) for text in gather_bytes(self._comm, mine, "what each worker has written")]
@@ -111,11 +108,7 @@ class CheckpointInFlight:
 
 
 def _agree_on_folder(comm: Comm, layout: StateLayout, step: int) -> str:
-    """Return the folder's name, which rank 0 chooses. All workers must call it.
-
-    Raises:
-        UsageError: If a worker holds other tensors than rank 0.
-    """
+    """Return the folder's name, which rank 0 chooses. All must call it. Raises ``UsageError`` if a worker holds other tensors."""
     tensors = [[name, dtype_name(t.dtype), list(t.shape)] for name, t in zip(layout.names, layout.tensors, strict=True)]
     fingerprint = hashlib.sha256(json.dumps([tensors, layout.parts]).encode()).hexdigest()
     mine = json.dumps({"folder": new_folder_name(step), "fingerprint": fingerprint}).encode()

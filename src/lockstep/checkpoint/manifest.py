@@ -72,11 +72,7 @@ class Manifest:
 
     @staticmethod
     def parse(data: bytes) -> Manifest:
-        """Read the content of a manifest file.
-
-        Raises:
-            DamagedCheckpointError: If it is not the content that was written, or its values cannot be true.
-        """
+        """Raises ``DamagedCheckpointError`` if ``data`` is not what was written, or its values cannot be true."""
         try:
             body = json.loads(data)
             digest = body.pop("digest")

@@ -33,16 +33,9 @@ def read_newest(
 ) -> tuple[Manifest, dict[str, Any]] | None:
     """Read the newest checkpoint that is intact on every worker. All workers must call it; each reads the files itself.
 
-    Args:
-        weights: The model's parameters and buffers. Those in contiguous host memory are read into directly.
-        settings: The settings of this run, which must equal those of the checkpoint.
-        notify: Called on rank 0 with a sentence for each damaged checkpoint.
-
-    Returns:
-        The manifest and the state, or None if there is no checkpoint.
-
-    Raises:
-        UsageError: If the checkpoint does not fit this run, or every checkpoint is damaged.
+    The checkpoint must fit the model's ``weights`` and the run's ``settings``, else a ``UsageError`` is raised, as it is if every
+    checkpoint is damaged. Weights in contiguous host memory are read into directly. Rank 0 calls ``notify`` for each damaged one.
+    Returns the manifest and the state, or None if there is no checkpoint.
     """
     mine = json.dumps([folder.name for folder in retention.published()]).encode() if comm.rank == 0 else b""
     names = json.loads(gather_bytes(comm, mine, "which checkpoints there are")[0])
@@ -122,17 +115,10 @@ def require_fit(manifest: Manifest, weights: Mapping[str, Tensor], settings: Map
 def read_tensors(
     storage: Storage, folder: str, manifest: Manifest, into: Mapping[int, Tensor] | None = None, only: Sequence[int] | None = None
 ) -> dict[int, Tensor]:
-    """Read and verify the tensors of a checkpoint.
+    """Read and verify all tensors of a checkpoint, or those with the numbers ``only``. Returns them by number, on the host.
 
-    Args:
-        into: Contiguous tensors on the host, by number, to read into instead of new memory. After an error they hold any values.
-        only: The numbers of the tensors to read; None reads all.
-
-    Returns:
-        The tensors on the host, by number.
-
-    Raises:
-        DamagedCheckpointError: If a file is missing, or a byte is not the one that was written.
+    ``into`` holds contiguous host tensors to read into instead of new memory; after an error their values are undefined. Raises
+    ``DamagedCheckpointError`` if a file is missing, or a byte is not the one that was written.
     """
     numbers = range(len(manifest.tensors)) if only is None else only
     with ExitStack() as stack:

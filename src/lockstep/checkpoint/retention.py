@@ -45,11 +45,7 @@ class Retention:
         return [folder for folder in self._folders() if self.storage.exists(folder.name, NAME)]
 
     def manifest(self, folder: CheckpointFolder) -> Manifest:
-        """Read the manifest of a checkpoint.
-
-        Raises:
-            DamagedCheckpointError: If the manifest cannot be read, or belongs to another checkpoint.
-        """
+        """Raises ``DamagedCheckpointError`` if the manifest cannot be read, or belongs to another checkpoint."""
         try:
             manifest = Manifest.parse(self.storage.read(folder.name, NAME))
         except OSError as error:
@@ -59,12 +55,11 @@ class Retention:
         return manifest
 
     def remove_old(self, newest: str, agreed_at: int, distrusted_after: int | None = None) -> None:
-        """Remove all but the ``keep`` newest checkpoints, and folders that were never published. Rank 0 calls it.
+        """Remove all but the ``keep`` newest checkpoints, and folders that were not published. Rank 0 calls it.
 
-        Args:
-            newest: The folder that was just published. Folders begun after it stay: a worker may be writing to them.
-            agreed_at: The last step at which replicas were known to be equal. The newest checkpoint up to this step stays.
-            distrusted_after: If not None, checkpoints after this step and before ``newest`` may hold wrong bits, and are removed.
+        ``newest`` was just published; folders begun after it stay, because a worker may be writing to them. The newest checkpoint up to
+        step ``agreed_at``, when replicas were known to be equal, stays too. Checkpoints after step ``distrusted_after`` may hold
+        wrong bits: all but ``newest`` are removed.
         """
         trusted = [
             folder
