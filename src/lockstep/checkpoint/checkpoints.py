@@ -126,7 +126,7 @@ class Checkpoints:
 
     def requests(self) -> int:
         """Return the bits that this worker sends in the control word of the next step."""
-        save = SAVE if self._schedule.is_late(self._comm().rank) else 0
+        save = SAVE if self._schedule.wants_save(self._comm().rank) else 0
         if self._latest is None or self._state is State.IDLE:
             return save
         if self._state is State.WRITING:

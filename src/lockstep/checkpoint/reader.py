@@ -120,17 +120,15 @@ def read_tensors(
     ``into`` holds contiguous host tensors to read into instead of new memory; after an error their values are undefined. Raises
     ``DamagedCheckpointError`` if a file is missing, or a byte is not the one that was written.
     """
-    numbers = range(len(manifest.tensors)) if only is None else only
-    with ExitStack() as stack:
+    into, tensors = into or {}, manifest.tensors
+    numbers = sorted(range(len(tensors)) if only is None else only, key=lambda number: -tensors[number].bytes)
+    with ExitStack() as stack, ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
         files: dict[str, StorageFile] = {}
         for name, stored in manifest.files.items():
             files[name] = stack.enter_context(closing(_open(storage, folder, name, stored)))
-        found = {number: (into or {}).get(number, _new_tensor(manifest.tensors[number])) for number in numbers}
-        largest_first = sorted(numbers, key=lambda number: -manifest.tensors[number].bytes)
-        with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
-            jobs = [(manifest.tensors[n], files[manifest.tensors[n].file], found[n]) for n in largest_first]
-            for _ in pool.map(_read_tensor, *zip(*jobs, strict=True)) if jobs else ():
-                pass
+        found = {n: into[n] if n in into else _new_tensor(tensors[n]) for n in numbers}
+        for _ in pool.map(lambda n: _read_tensor(tensors[n], files[tensors[n].file], found[n]), numbers):
+            pass
     return found
 
 

@@ -57,9 +57,9 @@ class Retention:
     def remove_old(self, newest: str, agreed_at: int, distrusted_after: int | None = None) -> None:
         """Remove all but the ``keep`` newest checkpoints, and folders that were not published. Rank 0 calls it.
 
-        ``newest`` was just published; folders begun after it stay, because a worker may be writing to them. The newest checkpoint up to
-        step ``agreed_at``, when replicas were known to be equal, stays too. Checkpoints after step ``distrusted_after`` may hold
-        wrong bits: all but ``newest`` are removed.
+        ``newest`` was just published; folders begun after it stay, because a worker may be writing to them. The newest checkpoint
+        up to step ``agreed_at``, when replicas were known to be equal, stays too. Checkpoints after step ``distrusted_after`` may
+        hold wrong bits: all but ``newest`` are removed.
         """
         trusted = [
             folder

@@ -27,7 +27,7 @@ class Schedule:
             return True
         return self.last_step != now.step and any(request & (SAVE | STOP) for request in now.requests)
 
-    def is_late(self, rank: int) -> bool:
+    def wants_save(self, rank: int) -> bool:
         """Return whether this worker must send SAVE: intervals of time are measured by the clock of rank 0."""
         return self._must_repeat or (rank == 0 and self._interval.has_passed(time.monotonic() - self._begun_at_s))
 

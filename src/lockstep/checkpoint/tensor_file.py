@@ -7,6 +7,7 @@ a background thread, know every tensor's position before its bytes, and check ev
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -48,10 +49,7 @@ class Entry:
 
 
 def count_bytes(dtype: str, shape: Sequence[int]) -> int:
-    size = ITEM_BYTES[dtype]
-    for extent in shape:
-        size *= extent
-    return size
+    return ITEM_BYTES[dtype] * math.prod(shape)
 
 
 def place_tensors(tensors: Sequence[tuple[int, str, str, tuple[int, ...]]]) -> tuple[Entry, ...]:
