@@ -99,9 +99,9 @@ def _write_model(retention: Retention, folder: CheckpointFolder, manifest: Manif
     from lockstep.checkpoint.snapshot import METADATA, memory_of, plan_file
     from lockstep.comm.base import bits
 
-    tensors = read_tensors(retention.storage, folder.name, manifest, only=sorted(manifest.model.values()))
+    tensors = read_tensors(retention.storage, folder.name, manifest, only=list(manifest.model.values()))
     names = {number: name for name, number in manifest.model.items()}
-    named = {number: (names[number], tensor) for number, tensor in tensors.items()}
+    named = {number: (names[number], tensors[number]) for number in sorted(tensors)}
     plan = plan_file(target.name, named, {**METADATA, **manifest.aliases})
     write_atomically(target, [plan.header, *(memory_of(bits(tensors[entry.number])) for entry in plan.entries)])
     return len(plan.header) + plan.bytes

@@ -21,7 +21,7 @@ from lockstep.checkpoint.storage import Storage, StorageFile
 from lockstep.checkpoint.tensor_file import DamagedCheckpointError, header_bytes
 from lockstep.comm.base import Comm, bits
 from lockstep.comm.exchange import gather_bytes
-from lockstep.comm.plain_state import unflatten
+from lockstep.comm.plain_state import dtype_name, unflatten
 from lockstep.errors import UsageError
 
 _MAX_THREADS = 4
@@ -87,28 +87,21 @@ def _read_state(
 
 def require_fit(manifest: Manifest, weights: Mapping[str, Tensor], settings: Mapping[str, Any], where: str) -> None:
     """Raise a ``UsageError`` that names the first difference, if the checkpoint ``where`` is of another model or other settings."""
-    remedy = "Build the model that was saved, or pass another folder as checkpoint=..."
-    stored = {name: manifest.tensors[number] for name, number in manifest.model.items()}
-    for name, tensor in weights.items():
-        shape, dtype = list(tensor.shape), str(tensor.dtype).removeprefix("torch.")
-        if name not in stored:
+    tensors = {name: manifest.tensors[number] for name, number in manifest.model.items()}
+    saved = {name: f"has shape {list(t.shape)} and dtype {t.dtype}" for name, t in tensors.items()}
+    here = {name: f"has shape {list(t.shape)} and dtype {dtype_name(t.dtype)}" for name, t in weights.items()}
+    for name in {**here, **saved}:
+        if saved.get(name) != here.get(name):
             raise UsageError(
-                f"the checkpoint {where} is of another model: it has no {name}, which this model has (shape {shape}). {remedy}"
+                f"the checkpoint {where} is of another model: {name} {saved.get(name, 'is missing')} in the checkpoint, and "
+                f"{here.get(name, 'is missing')} in this model. Build the model that was saved, or pass another folder as checkpoint=..."
             )
-        if list(stored[name].shape) != shape or stored[name].dtype != dtype:
-            raise UsageError(
-                f"the checkpoint {where} is of another model: its {name} has shape {list(stored[name].shape)} and dtype "
-                f"{stored[name].dtype}, in this model it has shape {shape} and dtype {dtype}. {remedy}"
-            )
-    missing = [name for name in stored if name not in weights]
-    if missing:
-        raise UsageError(f"the checkpoint {where} is of another model: this model has no {missing[0]}. {remedy}")
     for name, value in settings.items():
-        saved = manifest.settings.get(name)
-        if saved != value:
+        before = manifest.settings.get(name)
+        if before != value:
             raise UsageError(
-                f"the checkpoint {where} was made with {name}={saved!r}, this run has {name}={value!r}: the result would be that "
-                f"of neither run. Pass {name}={saved!r}, or another folder as checkpoint=..."
+                f"the checkpoint {where} was made with {name}={before!r}, this run has {name}={value!r}: the result would be that "
+                f"of neither run. Pass {name}={before!r}, or another folder as checkpoint=..."
             )
 
 
