@@ -39,7 +39,7 @@ pygments_dark_style = "github-dark"
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "all"
-autodoc_default_options = {"members": True, "show-inheritance": True}
+autodoc_default_options = {"members": True, "undoc-members": True}
 autodoc_preserve_defaults = True
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
@@ -53,13 +53,19 @@ nitpick_ignore_regex = [("py:.*", rf"(?!lockstep\.({'|'.join(lockstep.__all__)})
 
 
 def setup(app: Any) -> None:
-    app.connect("autodoc-process-docstring", keep_first_line, priority=400)  # before napoleon, which has 500
+    """Napoleon (priority 500) takes what stands before a colon in a property's docstring for a type. Ours are sentences."""
+    sentences: dict[str, list[str]] = {}
 
+    def remember(app: Any, what: str, name: str, value: Any, options: Any, lines: list[str]) -> None:
+        if what in ("property", "attribute"):
+            sentences[name] = list(lines)
 
-def keep_first_line(app: Any, what: str, name: str, value: Any, options: Any, lines: list[str]) -> None:
-    """Napoleon takes what stands before a colon in the first line of a property's docstring for a type; ours are sentences."""
-    if what in ("property", "attribute"):
-        lines.insert(0, "")
+    def restore(app: Any, what: str, name: str, value: Any, options: Any, lines: list[str]) -> None:
+        if what in ("property", "attribute"):
+            lines[:] = sentences[name]
+
+    app.connect("autodoc-process-docstring", remember, priority=400)
+    app.connect("autodoc-process-docstring", restore, priority=600)
 
 
 # -- the program's own help, for the page on the command line --------------------------------------
