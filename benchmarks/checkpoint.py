@@ -180,16 +180,16 @@ def verification(rank: int, size: int, out: str) -> None:
     model = GPT(GPTConfig(vocab=256, context=64, layers=6, heads=8, width=256))
     opt = torch.optim.AdamW(model.parameters())
     run = lockstep.Run(model, opt, lanes=size, verify_every=10)
-    task = run._loop.tasks[0]
-    act, spent, steps = task.act, [], []
+    task = run._loop._between_steps._tasks[0]
+    perform, spent, steps = task.perform, [], []
 
-    def timed_act(now: Any) -> Any:
+    def timed(now: Any) -> Any:
         began = time.perf_counter()
-        result = act(now)
+        result = perform(now)
         spent.append(time.perf_counter() - began)
         return result
 
-    task.act = timed_act  # type: ignore[method-assign]
+    task.perform = timed  # type: ignore[method-assign]
     tokens = torch.randint(0, 256, (512, 65))
     began = time.perf_counter()
     for (batch,) in run.shard(torch.utils.data.TensorDataset(tokens), global_batch=8 * size, epochs=2):

@@ -69,7 +69,7 @@ class Target:
             return "refused"
         assert found is not None
         manifest, state = found
-        if not {"parameters", "buffers", "objects", "registered", "loop"} <= set(state):
+        if not {"parameters", "buffers", "objects", "registered", "progress"} <= set(state):
             return "refused"  # by Run, which takes nothing from it then
         assert self._sum(state) == self._expected[manifest.step], f"step {manifest.step} was loaded wrongly"
         if manifest.step == max(self._expected):
@@ -79,7 +79,7 @@ class Target:
 
     @staticmethod
     def _sum(state: Any) -> str:
-        kept = {key: state[key] for key in ("parameters", "buffers", "objects", "registered", "loop")}
+        kept = {key: state[key] for key in ("parameters", "buffers", "objects", "registered", "progress")}
         return digest(*flatten(kept, "state")).hex()
 
 

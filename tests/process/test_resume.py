@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.checkpoint.retention import Retention
-from lockstep.checkpoint.storage import open_place
+from lockstep.checkpoint.storage import open_storage
 
 HERE = Path(__file__).parents[2]
 SCRIPT = HERE / "tests" / "scripts" / "resume.py"
@@ -85,7 +85,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def saved_steps(place: Path) -> list[int]:
-    return [slot.step for slot in Retention(open_place(place)).whole()]
+    return [slot.step for slot in Retention(open_storage(place)).whole()]
 
 
 @pytest.mark.parametrize(("before", "after", "loaders"), [(3, 2, "0"), (1, 4, "0"), (2, 1, "2")])
@@ -167,7 +167,7 @@ def test_a_flipped_bit_is_named_and_healed_from_the_majority(expected: str, tmp_
     run = Started(tmp_path / "run", tmp_path / "place", 3, RESUME_FLIP_AT="25")
     assert run.result() == expected  # it was found in the step in which it happened: nobody has used it
     assert "the replica of rank 1 differed after step 25, first in parameters." in run.output, run.output
-    assert "It was healed from rank 0" in run.output
+    assert "It was restored from rank 0" in run.output
 
 
 def test_checkpoints_with_a_wrong_bit_go(tmp_path: Path) -> None:

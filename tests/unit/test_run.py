@@ -299,7 +299,7 @@ def test_an_optimizer_that_run_does_not_know_does_not_count() -> None:
 
 def test_a_turn_without_backward_is_told() -> None:
     run, _, opt = made(2)
-    with pytest.raises(UsageError, match=r"SGD.step\(\) came before backward\(\)"):
+    with pytest.raises(UsageError, match=r"SGD.step\(\) was called before backward\(\)"):
         for _ in run.shard(data(), global_batch=8):
             opt.step()
     with pytest.raises(UsageError, match=r"without backward\(\) in step 0"):
@@ -366,7 +366,7 @@ def test_what_run_cannot_take_is_told() -> None:
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(UsageError, match="needs a closure"):
         lockstep.Run(model, torch.optim.LBFGS(model.parameters()))
-    with pytest.raises(UsageError, match="not the model's"):
+    with pytest.raises(UsageError, match="does not belong to the model"):
         lockstep.Run(model, torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))
     with pytest.raises(UsageError, match="Run needs the optimizers"):
         lockstep.Run(model)
@@ -491,7 +491,7 @@ def test_a_backward_that_raised_and_was_caught_is_told() -> None:
     def refuse(grad: Tensor) -> None:
         raise RuntimeError("no")
 
-    with pytest.raises(UsageError, match="half of lane 0 is gone"):
+    with pytest.raises(UsageError, match="half of lane 0 is missing"):
         for x, _ in run.shard(data(), global_batch=8):
             loss = model(x).sum()
             model.layers[0].bias.register_hook(refuse)
@@ -527,7 +527,7 @@ def test_a_rate_set_at_the_top_of_the_body_is_fine() -> None:
 def test_a_parameter_group_added_later_must_be_the_models() -> None:
     run, _, opt = made(2)
     opt.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
-    with pytest.raises(UsageError, match=r"shape \[3\] that is not the model's"):
+    with pytest.raises(UsageError, match=r"shape \[3\] that does not belong to the model"):
         next(iter(run.shard(data(), global_batch=8)))
     run.close()
 

@@ -6,6 +6,7 @@ Wires retention, saver and resume together for ``Run``.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -29,19 +30,27 @@ class Held(Whole, Protocol):
     def restore(self, state: Any, *, resumes: bool = False) -> None: ...
 
 
+@dataclass(frozen=True)
+class CheckpointCallbacks:
+    published: Callable[[int, str], None] = lambda step, where: None
+    agreed_at: Callable[[int], int] = lambda step: step
+    resumed: Callable[[int], None] = lambda step: None
+
+
 class Checkpoints:
     """A task between steps (loop.py). ``published(step, where)`` is called on rank 0."""
 
     def __init__(
-        self, url: Any, every: str, keep: int, held: Held, comm: Callable[[], Comm], published: Callable[[int, str], None]
+        self, url: Any, every: str, keep: int, held: Held, comm: Callable[[], Comm], callbacks: CheckpointCallbacks
     ) -> None:
         if not isinstance(keep, int) or keep < 1:
             raise UsageError(f"keep={keep!r} is no number of checkpoints. Keep 1 or more.")
         self._held, self._comm = held, comm
-        self.on_resumed: Callable[[int], None] = lambda step: None
         self.retention = Retention(open_storage(url), keep)
-        self._saver = Saver(self.retention, parse(every), held, comm, print_notice, published)
-        self.requests, self.give_up, self.suspect = self._saver.requests, self._saver.give_up, self._saver.suspect
+        self._saver = Saver(self.retention, parse(every), held, comm, print_notice, callbacks.published)
+        self._saver.agreed_at = callbacks.agreed_at
+        self._callbacks = callbacks
+        self.requests, self.abandon, self.distrust_after = self._saver.requests, self._saver.give_up, self._saver.suspect
 
     def resume(self) -> bool:
         """Collective. Whether there was a checkpoint to resume from."""
@@ -60,7 +69,7 @@ class Checkpoints:
                 f"({type(error).__name__}: {str(error)[:200]}). Pass the objects that were saved, or name another storage."
             ) from error
         self._saver.last_step = manifest.step
-        self.on_resumed(manifest.step)
+        self._callbacks.resumed(manifest.step)
         if comm.rank == 0:
             print_notice(
                 f"resumed at step {manifest.step} from {self.retention.storage.url} (saved {manifest.made} by {manifest.workers} "
@@ -87,7 +96,7 @@ class Checkpoints:
         """The end of a loop is worth keeping: a resumed run passes it at once."""
         self._saver.end(step)
 
-    def ask(self) -> None:
+    def request_save(self) -> None:
         """One at the end of this turn."""
         self._saver.asked = True
 

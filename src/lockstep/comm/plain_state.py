@@ -12,7 +12,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +24,24 @@ _PLAIN = (str, int, bool, type(None))
 
 
 Path = tuple[str, ...]
+
+
+class Stateful(Protocol):
+    """A training run whose state can be captured as plain data and restored."""
+
+    settings: dict[str, Any]
+
+    def capture(self) -> dict[str, Any]: ...
+
+    def restore(self, state: Mapping[str, Any], *, resumes: bool = False) -> None: ...
+
+    def replicated(self) -> dict[str, Any]: ...
+
+    def weights(self) -> dict[str, Tensor]: ...
+
+    def persistent(self) -> set[str]: ...
+
+    def aliases(self) -> dict[str, str]: ...
 
 
 def flatten(value: Any, name: str) -> tuple[str, list[Tensor]]:

@@ -19,7 +19,7 @@ from lockstep.plan.lanes import MicroBatchPlan, cut, plan_micro_batches
 
 
 @dataclass(frozen=True)
-class Step:
+class StepPlan:
     """One step of a loop: where it lies, and how many samples each lane of the whole run has."""
 
     epoch: int
@@ -43,7 +43,7 @@ class Driver(Protocol):
     def position(self) -> tuple[int, int]:
         """(epoch, step in it) of the next step to commit in this loop."""
 
-    def enter(self, shard: Shard) -> int | None:
+    def enter_loop(self, shard: Shard) -> int | None:
         """A loop begins. Returns the number of this stage; None where the run has passed it already."""
 
     def empty_epoch(self) -> None:
@@ -52,25 +52,25 @@ class Driver(Protocol):
     def start_epoch(self, order: int) -> None:
         """``order``: a fingerprint of the order in which samples come, which must be equal on every worker."""
 
-    def start_step(self, step: Step) -> None: ...
+    def start_step(self, step: StepPlan) -> None: ...
 
     @property
-    def keeps_ledger(self) -> bool: ...
+    def records_samples(self) -> bool: ...
 
-    def holds(self, lane: int, samples: list[int]) -> None:
+    def note_samples(self, lane: int, samples: list[int]) -> None:
         """For the ledger: the next turn's samples, by their numbers."""
 
     def start_micro_batch(self, lane: int, is_last: bool) -> None: ...
 
     def end_micro_batch(self) -> None: ...
 
-    def exhausted(self) -> None:
+    def loop_ended(self) -> None:
         """The loop has come to its end, on every worker."""
 
-    def broken_off(self) -> None:
+    def loop_abandoned(self) -> None:
         """The loop was left by ``break``, or by an exception in its body."""
 
-    def leave(self) -> None:
+    def leave_loop(self) -> None:
         """The loop is over: at its end, by ``break``, or by an exception."""
 
     def gather_counts(self, counts: Sequence[int]) -> tuple[int, ...]:
@@ -83,13 +83,19 @@ class Shard:
     ``open_source(stage)`` makes the source; a second loop over the same shard is a new stage with a new order.
     """
 
-    def __init__(self, driver: Driver, open_source: Callable[[int], MapSource | StreamSource], lanes: int, epochs: int) -> None:
+    def __init__(
+        self,
+        driver: Driver,
+        open_source: Callable[[int], MapSource | StreamSource],
+        lanes: int,
+        epochs: int,
+        settings: dict[str, Any],
+    ) -> None:
         self._driver, self._open, self._lanes, self._epochs = driver, open_source, lanes, epochs
-        self.settings: dict[str, Any] = {}
         """What must be equal on every worker."""
         source = open_source(0)  # so that mistakes are told where they are made
         self._steps = source.steps if isinstance(source, MapSource) else None
-        self.length = source.length if isinstance(source, MapSource) else None
+        self.settings = {"length": source.length if isinstance(source, MapSource) else None, **settings}
 
     def __len__(self) -> int:
         if self._steps is None:
@@ -97,7 +103,7 @@ class Shard:
         return self._steps
 
     def __iter__(self) -> Iterator[Any]:
-        stage = self._driver.enter(self)
+        stage = self._driver.enter_loop(self)
         if stage is None:
             return
         source = self._open(stage)
@@ -112,13 +118,13 @@ class Shard:
                         self._driver.end_micro_batch()
                 except StepRestarted:
                     continue
-            self._driver.exhausted()
+            self._driver.loop_ended()
         except GeneratorExit:
-            self._driver.broken_off()
+            self._driver.loop_abandoned()
             raise
         finally:
             source.close()
-            self._driver.leave()
+            self._driver.leave_loop()
 
     def _map_micro_batches(self, source: MapSource) -> Iterator[tuple[MicroBatch, bool]]:
         """From the driver's position on; it moves on when a step commits."""
@@ -134,12 +140,12 @@ class Shard:
             turns = plan_micro_batches(lanes, cuts)
             micro = source.take()
             counts = tuple(stop - start for start, stop in cuts)
-            self._driver.start_step(Step(epoch, index, counts, index == source.steps_in_epoch - 1))
+            self._driver.start_step(StepPlan(epoch, index, counts, index == source.steps_in_epoch - 1))
             for at, turn in enumerate(turns):
                 micro = micro if at == 0 else source.take()
                 _require_match(micro, epoch, index, turn)
-                if self._driver.keeps_ledger:
-                    self._driver.holds(turn.lane, source.indices(epoch, index, turn))
+                if self._driver.records_samples:
+                    self._driver.note_samples(turn.lane, source.indices(epoch, index, turn))
                 yield micro, at == len(turns) - 1
 
     def _stream_micro_batches(self, source: StreamSource) -> Iterator[tuple[MicroBatch, bool]]:
@@ -153,7 +159,7 @@ class Shard:
                 self._driver.empty_epoch()
             while any(counts):
                 following = self._next_of_stream(source, lanes)  # whether this one ends the epoch
-                self._driver.start_step(Step(epoch, index, counts, not any(following[1])))
+                self._driver.start_step(StepPlan(epoch, index, counts, not any(following[1])))
                 turns = [micro for micro in micros if micro.count] or micros[:1]
                 if turns[0].batch is None:
                     raise UsageError(

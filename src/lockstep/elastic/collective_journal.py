@@ -1,9 +1,9 @@
-"""Acts: where in a script, after its last commit, a worker is. Counted alike on every worker, so that two can be compared.
+"""CollectiveJournal: counts the collective points that a worker has passed since its last commit.
 
-Between two commits every worker comes to the same sites in the same order: an evaluation, an exchange of logs, a task. At a site
-it does something together with the others, or all of them pass. A collective action can be complete for one worker and broken for
-another; that one must not repeat it alone, but needs its result. Results are kept until the next commit, which nobody reaches
-before all have them.
+Between two commits every worker reaches the same collective points in the same order: an evaluation, an exchange of logged
+values, a checkpoint. At each point all workers do something together, or all of them skip it. When a worker is lost, a point
+can be complete for one worker and broken for another. The second worker must not repeat it alone: it receives the result of
+the first. The journal keeps results until the next commit, and no worker commits before all workers have them.
 """
 
 from __future__ import annotations
@@ -12,16 +12,18 @@ from typing import Any
 
 
 class CollectiveJournal:
+    """The collective points of one worker since its last commit, numbered from 1."""
+
     def __init__(self) -> None:
         self.passed = 0
-        """Sites since the last commit that this worker is through with."""
+        """How many collective points this worker has passed since the last commit."""
         self.inside = 0
-        """The site that it is at, doing something; 0: at none."""
+        """The number of the collective point that this worker is in, or 0."""
         self.results: dict[int, Any] = {}
-        """What each action since the last commit gave."""
+        """The result of each collective point since the last commit."""
 
-    def start_over(self, passed: int = 0) -> None:
-        """A step was committed; or the state of one who had was received, at a place where it had passed so many sites."""
+    def reset(self, passed: int = 0) -> None:
+        """Forget all points. Called after a commit, or after adopting the state of a worker that has passed ``passed`` points."""
         self.passed, self.inside, self.results = passed, 0, {}
 
     def enter(self) -> None:
@@ -32,5 +34,5 @@ class CollectiveJournal:
         self.passed, self.inside = self.inside, 0
 
     def skip(self) -> None:
-        """At this site nobody has anything to do."""
+        """Count a collective point at which no worker has anything to do."""
         self.passed += 1

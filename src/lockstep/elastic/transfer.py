@@ -1,4 +1,7 @@
-"""The state of a run from one worker to others: a newcomer, or one that missed a commit. Collective; nothing is unpickled."""
+"""Sends the state of a run from one worker to others: to a newcomer, or to a worker that missed a commit.
+
+All functions here are collective. Nothing is unpickled.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,8 @@ from lockstep.comm.plain_state import empty_tensors, flatten, unflatten
 
 
 @dataclass(frozen=True)
-class Progress:
-    """How far a worker is: steps committed (-1: it holds no state), collective points passed since, and the one it is in."""
+class WorkerProgress:
+    """How far a worker is: its committed steps (-1: it holds no state), and its collective points since (CollectiveJournal)."""
 
     steps: int = -1
     passed: int = 0
@@ -24,70 +27,71 @@ class Progress:
 
 @dataclass(frozen=True)
 class Aligned:
-    """``state``: where this worker was behind a commit, that of one that was not, which had passed ``passed`` sites since.
-    ``is_told``: another had completed the action that this one is in, with ``result``.
+    """What a worker received when a generation began.
+
+    ``state`` is set if this worker was behind: the state of a worker that has passed ``passed`` collective points since its last
+    commit. ``has_result`` is set if this worker is in a collective point that another worker has completed with ``result``.
     """
 
     state: Any = None
     passed: int = 0
-    is_told: bool = False
+    has_result: bool = False
     result: Any = None
 
 
-def send(comm: Comm, state: Any, source: int, device: torch.device) -> None:
-    """On the source, and on ranks that need nothing (``state`` None there: they only take part)."""
-    skeleton, tensors = flatten(state, "the state of the run") if comm.rank == source else ("", [])
-    texts = gather_bytes(comm, skeleton.encode(), "the state's outline")
+def send_value(comm: Comm, value: Callable[[], Any], source: int, receivers: Sequence[int], device: torch.device) -> Any:
+    """Send plain data from rank ``source`` to ``receivers``. All ranks must call it.
+
+    Args:
+        value: Called on ``source`` only.
+        receivers: Must not contain ``source``.
+        device: Where received CUDA tensors are put.
+
+    Returns:
+        The value on the receivers, None on the other ranks.
+    """
+    skeleton, tensors = flatten(value(), "the state of the run") if comm.rank == source else ("", [])
+    skeleton = gather_bytes(comm, skeleton.encode(), "the outline of the state")[source].decode()
     if comm.rank != source:
-        tensors = empty_tensors(texts[source].decode(), str(device))
+        tensors = empty_tensors(skeleton, str(device))
     broadcast_in_place(comm, tensors, source, "the state of the run")
+    return unflatten(skeleton, tensors) if comm.rank in receivers else None
 
 
-def receive(comm: Comm, source: int, device: torch.device) -> Any:
-    texts = gather_bytes(comm, b"", "the state's outline")
-    skeleton = texts[source].decode()
-    tensors = empty_tensors(skeleton, str(device))
-    broadcast_in_place(comm, tensors, source, "the state of the run")
-    return unflatten(skeleton, tensors)
+def align(
+    comm: Comm, mine: WorkerProgress, capture: Callable[[], Any], results: Mapping[int, Any], device: torch.device
+) -> Aligned:
+    """Bring all members of a new generation to the same point. All ranks must call it.
 
+    A worker that is behind receives the state of a worker with the greatest number of committed steps. A worker that is in a
+    collective point which another worker has completed receives its result.
 
-def carry(comm: Comm, value: Callable[[], Any], source: int, to: Sequence[int], device: torch.device) -> Any:
-    """All ranks: the source's value on the ranks in ``to``, None on the others."""
-    if comm.rank in to:
-        return receive(comm, source, device)
-    send(comm, value() if comm.rank == source else None, source, device)
-    return None
-
-
-def align(comm: Comm, mine: Progress, state: Callable[[], Any], results: Mapping[int, Any], device: torch.device) -> Aligned:
-    """All ranks: bring those that are behind to the greatest committed step, and those out of an action that another has completed.
-
-    ``state()`` captures this worker's, where others need it; ``results`` are those of its journal since the last commit.
+    Args:
+        mine: This worker's progress.
+        capture: Returns this worker's state. Called if others need it.
+        results: The results of this worker's collective points since its last commit.
+        device: Where received CUDA tensors are put.
     """
     everyone = gather_progress(comm, mine)
-    steps = max(place.steps for place in everyone)
-    behind = [rank for rank, place in enumerate(everyone) if place.steps < steps]
+    steps = max(each.steps for each in everyone)
+    behind = [rank for rank, each in enumerate(everyone) if each.steps < steps]
     aligned = Aligned()
     if behind:
-        source = _first(everyone, lambda place: place.steps == steps)
-        aligned = Aligned(carry(comm, state, source, behind, device), everyone[source].passed)
-    abreast = [place for place in everyone if place.steps == steps]
-    for site in sorted({place.inside for place in abreast if place.inside}):
-        if max(place.passed for place in abreast) >= site:
-            inside = [rank for rank, place in enumerate(everyone) if place.steps == steps and place.inside == site]
-            source = _first(everyone, lambda place, site=site: place.steps == steps and place.passed >= site)  # type: ignore[misc]
-            result = carry(comm, lambda site=site: results.get(site), source, inside, device)  # type: ignore[misc]
+        source = next(rank for rank, each in enumerate(everyone) if each.steps == steps)
+        aligned = Aligned(send_value(comm, capture, source, behind, device), everyone[source].passed)
+    ahead = {rank: each for rank, each in enumerate(everyone) if each.steps == steps}
+    for point in sorted({each.inside for each in ahead.values() if each.inside}):
+        complete = [rank for rank, each in ahead.items() if each.passed >= point]
+        if complete:
+            inside = [rank for rank, each in ahead.items() if each.inside == point]
+            result = send_value(comm, lambda point=point: results.get(point), complete[0], inside, device)  # type: ignore[misc]
             if comm.rank in inside:
-                aligned = Aligned(is_told=True, result=result)
+                aligned = Aligned(has_result=True, result=result)
     return aligned
 
 
-def gather_progress(comm: Comm, mine: Progress) -> list[Progress]:
-    """Everybody's, by rank."""
+def gather_progress(comm: Comm, mine: WorkerProgress) -> list[WorkerProgress]:
+    """Return every worker's progress, by rank. All ranks must call it."""
     everyone = torch.zeros(comm.size, 3, dtype=torch.int64)
-    comm.all_gather(everyone, torch.tensor(astuple(mine)), "how far each has come").wait()
-    return [Progress(*row) for row in everyone.tolist()]
-
-
-def _first(everyone: Sequence[Progress], fits: Callable[[Progress], bool]) -> int:
-    return next(rank for rank, place in enumerate(everyone) if fits(place))
+    comm.all_gather(everyone, torch.tensor(astuple(mine)), "the progress of each worker").wait()
+    return [WorkerProgress(*row) for row in everyone.tolist()]

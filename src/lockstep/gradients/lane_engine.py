@@ -14,6 +14,7 @@ import enum
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,10 +41,29 @@ class Phase(enum.Enum):
     DISCARDED = "the generation broke: this turn counts for nothing"
 
 
+@dataclass(frozen=True)
+class EngineCallbacks:
+    settings_hash: Callable[[], int] = lambda: 0
+    on_settings_differ: Callable[[int | None], None] = lambda rank: None
+    before_send: Callable[[], None] = lambda: None
+    on_averaged: Callable[[], None] = lambda: None
+    on_peer_lost: Callable[[PeerError], None] | None = None
+    requests: Callable[[], int] = lambda: 0
+
+
 class LaneEngine:
     """``lanes`` lanes of one model over the ranks of ``comm``. All ranks must construct it alike."""
 
-    def __init__(self, module: nn.Module, comm: Comm, lanes: int, *, exact: bool = True, bucket_mb: float = 25) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        comm: Comm,
+        lanes: int,
+        *,
+        exact: bool = True,
+        bucket_mb: float = 25,
+        callbacks: EngineCallbacks | None = None,
+    ) -> None:
         self.comm, self.lanes, self._module = comm, lanes, module
         self.named = parameters_of(module, ())
         trainable = [(name, p) for name, p in self.named if p.is_floating_point() or p.is_complex()]
@@ -60,19 +80,9 @@ class LaneEngine:
         self._reducer = LaneReducer(self.params, [name for name, _ in trainable], comm, int(bucket_mb * (1 << 20)), sparse, exact)
         self._lane_buffers = LaneBuffers(self.buffers, comm)
         self.phase = Phase.IDLE
-        self.settings: Callable[[], int] = lambda: 0
-        """A number that must be equal on all ranks at every step, and in all turns of one."""
-        self.on_difference: Callable[[int | None], None] = lambda rank: None
-        """Called where it is not, with a rank that differs from rank 0 (on every rank), or None: it changed between turns here."""
-        self.before_leaving: Callable[[], None] = lambda: None
-        """Called in the last lane, before anything leaves."""
-        self.on_averaged: Callable[[], None] = lambda: None
-        self.on_lost: Callable[[PeerError], None] | None = None
-        """Called at the end of a backward in which a peer was lost, instead of raising out of it. The turn is discarded then."""
+        self._callbacks = callbacks or EngineCallbacks()
         self._lost: PeerError | None = None
-        self.requests: Callable[[], int] = lambda: 0
-        """What this worker tells the others with every step (grads/control.py: CHANGE, SAVE, ...)."""
-        self.heard: tuple[int, ...] = ()
+        self.requests_of_all: tuple[int, ...] = ()
         """Every worker's requests, by rank, with the step just averaged: all of them have heard the same."""
         self._deal()
         self._hooks = AutogradHooks(self.params, self._begin, self._ready, self._end)
@@ -201,9 +211,9 @@ class LaneEngine:
             raise UsageError(_WRONG_TIME[self.phase])
         self.phase = Phase.BACKWARD
         if self._is_last:
-            self.before_leaving()
+            self._callbacks.before_send()
         if self._first_settings is None:
-            self._first_settings = self.settings()
+            self._first_settings = self._callbacks.settings_hash()
         share = self._share(self._lane)
         return self._reducer.begin(Turn(self._lane, share, self._scale(), self._is_last))
 
@@ -232,7 +242,7 @@ class LaneEngine:
             try:
                 self._reducer.ready(indices)
             except PeerError as error:
-                if self.on_lost is None:
+                if self._callbacks.on_peer_lost is None:
                     raise
                 self._lost = error
 
@@ -245,10 +255,10 @@ class LaneEngine:
                 raise self._lost
             self._finish()
         except PeerError as error:
-            if self.on_lost is None:
+            if self._callbacks.on_peer_lost is None:
                 raise
             self._lost = None
-            self.on_lost(error)
+            self._callbacks.on_peer_lost(error)
 
     def _finish(self) -> None:
         self._reducer.end()
@@ -258,7 +268,7 @@ class LaneEngine:
             return
         words = Exchange(self.comm, self._word(), self._most).wait()
         self._compare(words)
-        self.heard = tuple(word.wants for word in words)
+        self.requests_of_all = tuple(word.wants for word in words)
         weights = [weight for word in words for weight in word.weights]
         scale = 1.0 if self.lanes == 1 else self._scale_of(weights)
         self._reducer.finish(union([word.present for word in words]), scale)
@@ -266,15 +276,15 @@ class LaneEngine:
         first = next(lane for lane, count in enumerate(self._counts) if count)
         self._lane_buffers.finish(union([word.changed for word in words]), self._fold, self.my_lanes, shares, scale, first)
         self.phase = Phase.AVERAGED
-        self.on_averaged()
+        self._callbacks.on_averaged()
 
     def _word(self) -> ControlWord:
         weights = tuple(self._weights[lane] for lane in range(*self.my_lanes))
         counted = any(self._counts[lane] and lane not in self._weighed for lane in range(*self.my_lanes))
-        settings = self.settings()
+        settings = self._callbacks.settings_hash()
         if settings != self._first_settings:
-            self.on_difference(None)
-        wants = self.requests() | (WEIGHED if self._weighed else 0) | (COUNTED if counted else 0)
+            self._callbacks.on_settings_differ(None)
+        wants = self._callbacks.requests() | (WEIGHED if self._weighed else 0) | (COUNTED if counted else 0)
         return ControlWord(self.step, settings, wants, weights, bytes(self._reducer.present), self._lane_buffers.changed())
 
     def _compare(self, words: Sequence[ControlWord]) -> None:
@@ -285,7 +295,7 @@ class LaneEngine:
                     "Every worker must pass the same loops over run.shard(...), and leave them at the same step."
                 )
             if word.settings != words[0].settings:
-                self.on_difference(rank)
+                self._callbacks.on_settings_differ(rank)
         ways = {w.wants & (WEIGHED | COUNTED) for w in words} - {0}
         if len(ways) > 1 or WEIGHED | COUNTED in ways:
             raise UsageError(

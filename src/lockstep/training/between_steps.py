@@ -1,17 +1,25 @@
-"""BetweenStepsTask: work that all workers do together between two steps, such as saving a checkpoint."""
+"""BetweenSteps: what all workers do together after a committed step: exchange logged values, save, compare replicas, stop."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from lockstep.elastic.recovery import Recovery
+from lockstep.elastic.worker_group import WorkerGroup
+from lockstep.gradients.control_word import CHANGE, STOP
+from lockstep.gradients.lane_engine import LaneEngine
+from lockstep.observe.log import LaneLog
 from lockstep.plan.step_end import StepEnd
+from lockstep.training.consistency import Consistency
+from lockstep.training.progress import Progress
 
 
 class BetweenStepsTask(Protocol):
-    """The training loop calls ``is_due`` after every step, and ``perform`` and ``done`` if the task is due."""
+    """Work between two steps, such as saving a checkpoint. ``perform`` and ``done`` are called if ``is_due``."""
 
     def is_due(self, now: StepEnd) -> bool:
-        """Return whether the task has work to do. Every worker must return the same answer."""
+        """Return whether the task has work to do. Called after every step; every worker must return the same answer."""
 
     def perform(self, now: StepEnd) -> Any:
         """Do the work. All workers call it. If a worker is lost meanwhile, it is called again with a newer ``StepEnd``.
@@ -28,3 +36,74 @@ class BetweenStepsTask(Protocol):
 
     def loop_ended(self, step: int) -> None:
         """Called by all workers at the end of a loop over the data."""
+
+
+class BetweenSteps:
+    """Runs the tasks between steps. ``exit_code()`` is the exit code of a worker that was asked to end."""
+
+    def __init__(
+        self,
+        tasks: Sequence[BetweenStepsTask],
+        exchange: LogExchange,
+        recovery: Recovery,
+        workers: WorkerGroup,
+        engine: LaneEngine,
+        progress: Progress,
+        exit_code: Callable[[], int],
+    ) -> None:
+        self._tasks, self._exchange, self._recovery, self._workers = tasks, exchange, recovery, workers
+        self._engine, self._progress, self._exit_code = engine, progress, exit_code
+
+    def run(self) -> None:
+        """Do what is due. All workers call it after each committed step.
+
+        Raises:
+            SystemExit: The whole run was asked to end.
+        """
+        if self._exchange.is_due():
+            self._recovery.together(self._exchange.perform)
+        else:
+            self._recovery.skip()
+        for task in self._tasks:
+            if task.is_due(self._step_end()):
+                task.done(self._recovery.together(lambda task=task: task.perform(self._step_end())))  # type: ignore[misc]
+            else:
+                self._recovery.skip()
+        now = self._step_end()
+        if any(request & STOP for request in now.requests):
+            self._workers.report(type="stopped", step=now.step)
+            raise SystemExit(self._exit_code())
+        if any(request & CHANGE for request in now.requests):
+            self._recovery.change_generation()
+
+    def _step_end(self) -> StepEnd:
+        """Describe the step that was just committed. Requests are empty if the workers have changed since."""
+        loop = self._progress.loop
+        assert loop is not None
+        assert loop.step is not None
+        requests = self._engine.requests_of_all if loop.generation == self._workers.generation else ()
+        return StepEnd(self._progress.step, loop.step.epoch, loop.step.ends_epoch, requests)
+
+    def loop_ended(self, step: int) -> None:
+        """Do what is due at the end of a loop. All workers call it."""
+        self._recovery.together(self._exchange.perform)
+        for task in self._tasks:
+            self._recovery.together(lambda task=task: task.loop_ended(step))  # type: ignore[misc]
+
+
+class LogExchange:
+    """Exchanges logged values every ``every`` steps, and compares the buffers of all workers."""
+
+    def __init__(self, log: LaneLog, consistency: Consistency, workers: WorkerGroup, progress: Progress, every: int) -> None:
+        self._log, self._consistency, self._workers, self._progress, self._every = log, consistency, workers, progress, every
+
+    def is_due(self) -> bool:
+        return self._progress.step % self._every == 0
+
+    def perform(self) -> None:
+        """All workers call it."""
+        progress = self._progress
+        self._log.exchange(self._workers.comm)
+        self._consistency.compare_buffers(progress.step)
+        epoch = progress.loop.step.epoch if progress.loop is not None and progress.loop.step is not None else 0
+        self._workers.report(type="progress", step=progress.step, epoch=epoch, values=self._log.latest, samples=progress.samples)

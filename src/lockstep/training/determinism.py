@@ -1,6 +1,6 @@
-"""What must be asked of torch so that the same lane gives the same bits: deterministic kernels, a fixed number of threads.
+"""Determinism: asks torch for deterministic kernels and a fixed number of threads, so that a lane always gives the same bits.
 
-These are settings of the whole process: they hold from the first ``Determinism`` to the end of the last.
+These are settings of the whole process. They hold from the first ``Determinism`` until the last one is closed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _restore: Callable[[], None] = lambda: None  # noqa: E731
 
 
 class Determinism:
-    """Asks for deterministic kernels (and ``threads`` intra-op threads) until ``close``, which may be called twice."""
+    """Deterministic kernels, and ``threads`` intra-op threads unless None, until ``close``. ``close`` may be called twice."""
 
     def __init__(self, model: nn.Module, threads: int | None) -> None:
         global _open, _restore
@@ -30,15 +30,15 @@ class Determinism:
         ask_cublas_to_repeat()
         torch.use_deterministic_algorithms(True)
         switches: Any = torch.utils.deterministic
-        switches.fill_uninitialized_memory = False  # a help for debugging, which costs time
+        switches.fill_uninitialized_memory = False  # only helps debugging, and costs time
         torch.backends.cudnn.benchmark = False
         if threads is not None:
             torch.set_num_threads(threads)
-        self._note = model.register_forward_hook(_explain, always_call=True)
+        self._hook = model.register_forward_hook(_explain, always_call=True)
 
     def close(self) -> None:
         global _open
-        self._note.remove()
+        self._hook.remove()
         if self._is_open:
             self._is_open = False
             _open -= 1
@@ -62,10 +62,10 @@ def _remember() -> Callable[[], None]:
 
 
 def _explain(module: nn.Module, inputs: Any, outputs: Any) -> None:
-    """Runs also when forward raised: torch's message names the operator, but not who asked for determinism."""
+    """Add a note to torch's error, which names the operator but not who asked for determinism. Called also if forward raised."""
     error = sys.exc_info()[1]
     if isinstance(error, RuntimeError) and "deterministic" in str(error):
         error.add_note(
-            "Lockstep asked for deterministic operators, since this Run is exact. Replace the operator named above, "
+            "Lockstep asked for deterministic operators, because this Run is exact. Replace the operator named above, "
             "or pass exact=False to Run."
         )

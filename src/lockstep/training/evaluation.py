@@ -1,7 +1,7 @@
-"""Sums over a dataset, every sample exactly once, the same bits on any number of workers.
+"""Evaluations: sums over a dataset, each sample exactly once, with the same bits on any number of workers.
 
-Each lane adds up what the function returns for its batches, in their order; the lanes' sums are
-added along the tree (plan/tree.py). One exchange, at the end.
+Each lane adds up what the function returns for its batches, in order. The sums of the lanes are added along the tree
+(plan/tree.py), after one exchange at the end.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ Sums = dict[str, Any]
 
 
 class Evaluations:
-    """Sums over datasets for one run. Those outside loops are kept: whoever joins or resumes later passes them at once."""
+    """The evaluations of one run.
+
+    Results of evaluations outside loops are kept: a newcomer or a resumed run that passes such an evaluation receives its result.
+    """
 
     def __init__(self, model: nn.Module, engine: LaneEngine, lanes: int, seed: int) -> None:
         self._model, self._engine, self._lanes, self._seed = model, engine, lanes, seed
@@ -37,7 +40,7 @@ class Evaluations:
         self._passed = 0
 
     def earlier(self) -> Sums | None:
-        """Outside loops: the result of the evaluation that the script has come to, if the run has passed it."""
+        """Return the kept result of the evaluation outside loops that the script has reached, or None if it has none yet."""
         self._passed += 1
         return dict(self.kept[self._passed - 1]) if self._passed <= len(self.kept) else None
 
@@ -51,7 +54,7 @@ class Evaluations:
         num_workers: int,
         collate_fn: Callable[[list[Any]], Any] | None,
     ) -> Sums:
-        """Collective."""
+        """Evaluate ``fn`` on this worker's lanes and add the results of all lanes. All workers must call it."""
         comm = self._engine.comm
         source = open_source(
             dataset,
@@ -83,10 +86,10 @@ class Evaluations:
 def sum_here(
     fn: Callable[[Any], Mapping[str, Any]], source: MapSource | StreamSource, lanes: tuple[int, int], seed: int
 ) -> dict[int, Sums]:
-    """This worker's lanes [first, last) of the dataset: for each lane that had samples, its sums."""
+    """Return the sums of each of this worker's lanes [first, last) that has samples."""
     found: dict[int, Sums] = {}
     source.seek(0, 0, lanes)
-    for micro in _micros(source, lanes):
+    for micro in _micro_batches(source, lanes):
         if micro.count:
             seed_everything(lane_seed(seed, micro.step, micro.lane, EVALUATION))
             _add(found.setdefault(micro.lane, {}), fn(micro.batch))
@@ -94,7 +97,7 @@ def sum_here(
 
 
 def sum_everywhere(comm: Comm, mine: dict[int, Sums], lanes: int) -> Sums:
-    """The sums over all lanes, as numbers and tensors on the host. Collective."""
+    """Return the sums over all lanes, as numbers and tensors on the host. All workers must call it."""
     everyone = dict(mine)
     if comm.size > 1:
         skeleton, tensors = flatten(mine, "what evaluate sums")
@@ -105,12 +108,13 @@ def sum_everywhere(comm: Comm, mine: dict[int, Sums], lanes: int) -> Sums:
     names = {tuple(sorted(sums)) for sums in everyone.values()}
     if len(names) > 1:
         raise UsageError(
-            f"the function given to run.evaluate returned {' here and '.join(map(str, names))} there. Return the same always."
+            f"the function given to run.evaluate returned the names {' for some batches and '.join(map(str, names))} for others. "
+            "Return the same names for every batch."
         )
     return _tree((0, lanes), everyone) or {}
 
 
-def _micros(source: MapSource | StreamSource, lanes: tuple[int, int]) -> Iterator[MicroBatch]:
+def _micro_batches(source: MapSource | StreamSource, lanes: tuple[int, int]) -> Iterator[MicroBatch]:
     while True:
         if isinstance(source, MapSource):
             try:
@@ -136,7 +140,7 @@ def _read(skeleton: str, content: bytes) -> dict[int, Sums]:
 
 
 def _tree(node: tuple[int, int], lanes: Mapping[int, Sums]) -> Sums | None:
-    """The node's sums; None where no lane below had a sample."""
+    """Return the sums of a node of the tree, or None if no lane below it has a sample."""
     if node[1] - node[0] == 1:
         sums = lanes.get(node[0])
         return None if sums is None else {k: v.cpu() if isinstance(v, Tensor) else v for k, v in sums.items()}
@@ -147,7 +151,7 @@ def _tree(node: tuple[int, int], lanes: Mapping[int, Sums]) -> Sums | None:
 
 
 def _wide(value: Tensor) -> Tensor:
-    """In a dtype that many can be summed in."""
+    """Convert to a dtype in which many values can be summed."""
     if value.dtype in (torch.float16, torch.bfloat16):
         return value.float()
     return value if value.is_floating_point() or value.is_complex() else value.to(torch.int64)
@@ -169,5 +173,6 @@ def _add(sums: Sums, values: Any) -> None:
     if len(sums) != len(values):
         missing = sorted(set(sums) ^ set(values))
         raise UsageError(
-            f"the function given to run.evaluate returned {missing[0]!r} for some batches only. Return the same names always."
+            f"the function given to run.evaluate returned {missing[0]!r} for some batches only. "
+            f"Return the same names for every batch."
         )

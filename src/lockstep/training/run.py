@@ -1,6 +1,12 @@
-"""Run: a training run whose result does not depend on how many workers ran it. Wires the rooms together.
+"""Run: a training run whose result depends neither on the number of workers nor on which of them died.
 
-TrainingLoop (the user's turns)  StepGate (optimizers)  LaneEngine (gradients)  WorkerGroup (workers)  RunState (the state)
+This file constructs the parts of a run in one order and holds the public API:
+
+    WorkerGroup   the workers of this generation              Progress      where the run is
+    LaneEngine    gradients, averaged over lanes              StepCommit    when a step commits
+    StepGate      step() of optimizers and schedulers         RunState      the whole state as one value
+    Checkpoints   saving and resuming                         Recovery      from one generation to the next
+    BetweenSteps  what is due after a step                    TrainingLoop  the user's loop
 """
 
 from __future__ import annotations
@@ -13,46 +19,74 @@ from typing import Any, Literal
 
 from torch import nn
 
-from lockstep.checkpoint.checkpoints import Checkpoints
+from lockstep.checkpoint.checkpoints import CheckpointCallbacks, Checkpoints
 from lockstep.comm.base import Comm
 from lockstep.data.open_source import open_source
 from lockstep.data.shard import Shard
-from lockstep.elastic.worker_group import WorkerGroup
+from lockstep.elastic.agent_link import CommOptions
+from lockstep.elastic.collective_journal import CollectiveJournal
+from lockstep.elastic.recovery import Recovery, RecoveryCallbacks
+from lockstep.elastic.worker_group import WorkerGroup, join_workers
 from lockstep.errors import PeerError, UsageError
 from lockstep.gradients.control_word import STOP
-from lockstep.gradients.lane_engine import LaneEngine, Phase
+from lockstep.gradients.lane_engine import EngineCallbacks, LaneEngine, Phase
 from lockstep.gradients.module import device_of, parameters_of
 from lockstep.observe.ledger import Ledger
 from lockstep.observe.log import LaneLog, Sink
 from lockstep.plan.lanes import assign_lanes
 from lockstep.plan.samples import MODEL, sample_seed
 from lockstep.plan.tree import fold
+from lockstep.training.between_steps import BetweenSteps, BetweenStepsTask, LogExchange
 from lockstep.training.consistency import Consistency
 from lockstep.training.determinism import Determinism
 from lockstep.training.evaluation import Evaluations
 from lockstep.training.loop import TrainingLoop
+from lockstep.training.progress import Progress
 from lockstep.training.replica_check import ReplicaCheck
 from lockstep.training.run_state import RunState
 from lockstep.training.sigterm import Sigterm
+from lockstep.training.step_commit import StepCommit
 from lockstep.training.step_gate import StepGate
 from lockstep.world import agent_endpoint
 
 
 class Run:
-    """Registers all that must be identical on every worker: ``model``, its optimizers, schedulers and GradScaler.
+    """A training run: everything that must be identical on every worker.
 
-    All workers must construct it alike. The model is hooked in place; rank 0's state goes to all.
+    All workers must construct it, with the same arguments. The model is hooked in place: there is no wrapper and no ``module.``
+    prefix. Rank 0's parameters, buffers, optimizer and scheduler states are copied to all workers.
 
-    ``lanes``: slices of every global batch, which define the arithmetic: with the same ``lanes`` and
-    ``seed`` the result has the same bits on any number of workers up to ``lanes``. Default: the
-    number of workers. ``exact=False`` keeps lanes and data, but sums as the backend likes.
-    ``threads``: intra-op threads on the CPU; sums depend on it, so with ``lanes`` given it is 1 unless
-    you choose. ``on_log(step, values)`` receives on rank 0 what ``run.log`` averages, every
-    ``log_every`` steps. ``comm``, ``bucket_mb``, ``timeout_s``: as in ``replicate``.
+    Args:
+        model: The model to train.
+        *optimizers_and_schedulers: The optimizers of the model, their schedulers, and a ``GradScaler`` if there is one.
+        lanes: Into how many slices every global batch is cut. Lanes define the arithmetic: with the same ``lanes`` and ``seed``
+            the result has the same bits on any number of workers up to ``lanes``. Default: the number of workers.
+        exact: If False, lanes and data stay as they are, but the backend sums gradients in the order it likes.
+        seed: Seeds the order of the samples and everything random in training.
+        threads: Intra-op threads per worker on the CPU. Sums depend on it, so the default is 1 if ``lanes`` is given.
+        comm: What carries gradients: "auto", "shm", "twolevel", "gloo", "nccl", or a Comm. Default: chosen by device and machine.
+        bucket_mb: The size of a gradient bucket in MiB.
+        timeout_s: How long a worker waits for another one before it raises a ``PeerError``.
+        log_every: Logged values are averaged over all workers every ``log_every`` steps.
+        on_log: Called on rank 0 as ``on_log(step, values)`` with the averages of what ``run.log`` was given.
+        checkpoint: A folder, or any URL that fsspec can write to. The whole state is saved there, and the run resumes from
+            the newest complete checkpoint that it finds there.
+        every: How often a checkpoint is saved: "10min", "500 steps" or "1 epoch". One is also saved at the end of each loop and on
+            SIGTERM.
+        keep: How many checkpoints are kept.
+        verify_every: Replicas are compared every ``verify_every`` steps, and a replica that differs is restored. 0: never.
 
-    ``checkpoint``: a folder, or any URL that fsspec reaches, where the whole state is saved ``every`` "10min", "500 steps" or
-    "1 epoch", at the end of each loop, and on SIGTERM; the newest ``keep`` stay. If there is a whole one already, the run goes on
-    from it. ``verify_every``: replicas are compared every so many steps, and a parted one is healed; 0: never.
+    Raises:
+        UsageError: An argument cannot work, or the workers have different models or settings.
+        PeerError: Another worker was lost and there is no agent to recover with.
+
+    Example:
+        >>> run = lockstep.Run(model, optimizer, scheduler, lanes=8)
+        >>> for x, y in run.shard(dataset, global_batch=256, shuffle=True):
+        ...     loss = F.cross_entropy(model(x), y)
+        ...     loss.backward()
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
     """
 
     def __init__(
@@ -75,61 +109,146 @@ class Run:
     ) -> None:
         _require_sense(model, lanes, seed, threads, bucket_mb, timeout_s, log_every, verify_every)
         self.model, self.seed, self.exact = model, seed, exact
-        self._sigterm: Sigterm | None = None
-        self._verification: ReplicaCheck | None = None
         params = [p for _, p in parameters_of(model, ())]
         self.device = device_of(params)
         self._owns_comm = comm is None or isinstance(comm, str)
-        trained = sum(p.nbytes for p in params if p.requires_grad)
-
-        def need_bytes(workers: int) -> int:
-            return trained * fold(lanes or workers, assign_lanes(lanes or workers, workers)).width
-
-        line = agent_endpoint()
-        ledger = Ledger(line.ledger, line.worker) if line is not None and line.ledger else None
-        if comm is None or isinstance(comm, str):
-            self._workers = WorkerGroup(line, self.device, comm, timeout_s, need_bytes, lanes)
-        else:
-            self._workers = WorkerGroup.of(comm)
+        self._workers = self._join(params, lanes, comm, timeout_s)
         self.lanes = self._workers.start_size if lanes is None else lanes
-        threads = threads if threads is not None or lanes is None or self.device.type != "cpu" else 1
         self._undo: list[Callable[[], None]] = []
-        """What gives back what was taken, in the order in which it was."""
+        """Called in reverse order by ``close``."""
+        self._checkpoints: Checkpoints | None = None
         try:
             if exact:
+                threads = threads if threads is not None or lanes is None or self.device.type != "cpu" else 1
                 self._undo.append(Determinism(model, threads).close)
-            self.engine = LaneEngine(model, self.comm, self.lanes, exact=exact, bucket_mb=bucket_mb)
-            self._undo.append(self.engine.close)
-            self._log = LaneLog([on_log] if on_log is not None else [])
-            self._loop = TrainingLoop(
-                self._workers, self.engine, self._log, lanes=self.lanes, seed=seed, log_every=log_every, ledger=ledger
-            )
-            self._undo.append(self._loop.close)
-            self.gate = StepGate(optimizers_and_schedulers, self.engine.params, self._loop.may_step, self._loop.stepped)
-            self._undo.append(self.gate.close)
-            settings = {"lanes": self.lanes, "exact": exact, "seed": seed}
-            agreement = Consistency(self.comm, self.engine, self.gate, self.device, settings)
-            self._loop.bind(self.gate, agreement)
-            self._evaluations = Evaluations(model, self.engine, self.lanes, seed)
-            self._state = RunState(model, self.engine, self.gate, self._loop, self._evaluations, agreement, settings)
-            self._checkpoints: Checkpoints | None = None
-            if verify_every:
-                self._verification = ReplicaCheck(self._state, self._workers, self.device, verify_every)
-                self._loop.tasks.append(self._verification)
-                self._state.notes["verified"] = (self._verification.agreed, self._verification.resumed)
-            if checkpoint is not None:
-                self._open_checkpoints(checkpoint, every, keep)
-            self.engine.settings, self.engine.on_averaged = self.gate.settings, self._loop.averaged
-            self.engine.on_difference = lambda rank: agreement.settings_differ(self.step, rank)
-            self.engine.before_leaving = self._loop.write_down
-            if self._workers.link is not None:
-                self.engine.on_lost = self._workers.recover
-            self.engine.requests = self._requests
-            self._workers.begin(self._state)
+            self._build_step(optimizers_and_schedulers, bucket_mb)
+            self._build_state(checkpoint, every, keep)
+            self._build_loop(log_every, on_log, verify_every)
+            self._recovery.begin()
             self._state.began = True
         except BaseException:
             self.close()
             raise
+
+    # -- construction: each part gets what it needs; calls that go up are closures, looked up when they are called ----------
+
+    def _join(self, params: list[nn.Parameter], lanes: int | None, comm: Comm | str | None, timeout_s: float) -> WorkerGroup:
+        self._endpoint = agent_endpoint()
+        if comm is not None and not isinstance(comm, str):
+            return WorkerGroup(comm, comm.size)
+        trained = sum(p.nbytes for p in params if p.requires_grad)
+
+        def bucket_bytes(workers: int) -> int:
+            count = lanes or workers
+            return trained * fold(count, assign_lanes(count, workers)).width
+
+        return join_workers(self._endpoint, CommOptions(self.device, comm, timeout_s, bucket_bytes), lanes)
+
+    def _build_step(self, objects: tuple[Any, ...], bucket_mb: float) -> None:
+        """What happens within one step: gradients, and the calls that commit it."""
+        self._journal, self._progress = CollectiveJournal(), Progress()
+        has_agent = self._workers.link is not None
+        callbacks = EngineCallbacks(
+            settings_hash=lambda: self._gate.settings_hash(),
+            on_settings_differ=lambda rank: self._consistency.settings_differ(self.step, rank),
+            before_send=lambda: self._commit.record_samples(),
+            on_averaged=lambda: self._commit.seed_after_averaging(),
+            on_peer_lost=(lambda error: self._recovery.recover(error)) if has_agent else None,
+            requests=self._requests,
+        )
+        self._engine = LaneEngine(self.model, self.comm, self.lanes, exact=self.exact, bucket_mb=bucket_mb, callbacks=callbacks)
+        self._undo.append(self._engine.close)
+        endpoint = self._endpoint
+        ledger = Ledger(endpoint.ledger, endpoint.worker) if endpoint is not None and endpoint.ledger else None
+        self._commit = StepCommit(self._progress, self._engine, self._workers, self._journal, ledger, self.seed)
+        self._gate = StepGate(objects, self._engine.params, self._commit.may_step, self._commit.stepped)
+        self._undo.append(self._gate.close)
+
+    def _build_state(self, checkpoint: Any, every: str, keep: int) -> None:
+        """What workers share: the state, its checks, its checkpoints, and how it survives a change of workers."""
+        settings = {"lanes": self.lanes, "exact": self.exact, "seed": self.seed}
+        self._consistency = Consistency(self._workers, self._engine, self._gate, self.device, settings)
+        self._evaluations = Evaluations(self.model, self._engine, self.lanes, self.seed)
+        self._state = RunState(self.model, self._engine, self._gate, self._progress, self._evaluations, settings)
+        self._sigterm: Sigterm | None = None
+        if checkpoint is not None:
+            callbacks = CheckpointCallbacks(self._published, self._equal_at, self._resumed)
+            self._checkpoints = Checkpoints(checkpoint, every, keep, self._state, lambda: self.comm, callbacks)
+            if self._workers.link is None:
+                self._sigterm = Sigterm()
+                self._undo.append(self._sigterm.close)
+        self._recovery = Recovery(
+            self._workers,
+            self._journal,
+            self._state,
+            self.device,
+            RecoveryCallbacks(lambda: self.step, self._discard_step, self._rebind, self._start),
+        )
+
+    def _build_loop(self, log_every: int, on_log: Sink | None, verify_every: int) -> None:
+        """What happens between steps, and the loop itself."""
+        self._log = LaneLog([on_log] if on_log is not None else [])
+        tasks: list[BetweenStepsTask] = []
+        if verify_every:
+            tasks.append(
+                ReplicaCheck(self._state, self._progress, self._workers, self.device, verify_every, self._replica_differed)
+            )
+        if self._checkpoints is not None:
+            tasks.append(self._checkpoints)
+        exchange = LogExchange(self._log, self._consistency, self._workers, self._progress, log_every)
+        between_steps = BetweenSteps(tasks, exchange, self._recovery, self._workers, self._engine, self._progress, self._exit_code)
+        self._loop = TrainingLoop(
+            self._progress,
+            self._workers,
+            self._recovery,
+            self._engine,
+            self._commit,
+            self._gate,
+            self._consistency,
+            between_steps,
+            self._log,
+            self.seed,
+        )
+        self._undo.append(self._loop.close)
+
+    def _requests(self) -> int:
+        """What this worker asks of the others in the next control word."""
+        stop = STOP if self._sigterm is not None and self._sigterm.came else 0
+        return stop | self._workers.requests() | (self._checkpoints.requests() if self._checkpoints is not None else 0)
+
+    def _discard_step(self) -> None:
+        if not self._progress.committed:
+            self._engine.discard_step()
+
+    def _rebind(self, comm: Comm) -> None:
+        self._engine.rebind(comm)
+        self._consistency.new_generation()
+        if self._checkpoints is not None:
+            self._checkpoints.abandon()
+
+    def _start(self) -> None:
+        self._consistency.require_same()
+        if self._checkpoints is None or not self._checkpoints.resume():
+            self._consistency.share_state()
+
+    def _published(self, step: int, where: str) -> None:
+        if self._workers.link is not None:
+            self._workers.link.send(type="saved", step=step, where=where)
+
+    def _equal_at(self, step: int) -> int:
+        """The last step, up to ``step``, at which replicas were known to be equal. A single replica always is."""
+        return step if self.size == 1 else self._progress.equal_at
+
+    def _resumed(self, step: int) -> None:
+        self._progress.equal_at = step
+
+    def _replica_differed(self, equal_at: int) -> None:
+        if self._checkpoints is not None:
+            self._checkpoints.distrust_after(equal_at)
+
+    def _exit_code(self) -> int:
+        """Of a worker that was asked to end. With an agent, the agent decides."""
+        return self._checkpoints.exit_code() if self._checkpoints is not None and self._workers.link is None else 0
 
     # -- to read -----------------------------------------------------------------------------
 
@@ -140,50 +259,55 @@ class Run:
 
     @property
     def generation(self) -> int:
-        """Grows by one whenever a worker is lost, joins or leaves."""
+        """The number of the current set of workers. It grows by one whenever a worker is lost, joins or leaves."""
         return self._workers.generation
 
     @property
     def rank(self) -> int:
+        """The number of this worker in the current generation, from 0."""
         return self.comm.rank
 
     @property
     def size(self) -> int:
+        """The number of workers in the current generation."""
         return self.comm.size
 
     @property
     def is_main(self) -> bool:
+        """Whether this worker is rank 0."""
         return self.comm.rank == 0
 
     @property
     def lanes_here(self) -> tuple[int, int]:
-        """This worker's lanes, [first, last)."""
-        return self.engine.my_lanes
+        """The lanes of this worker, as (first, last + 1)."""
+        return self._engine.my_lanes
 
     @property
     def step(self) -> int:
-        """Steps committed so far."""
-        return self._loop.step
+        """The number of steps committed so far."""
+        return self._progress.step
 
     @property
     def epoch(self) -> int:
-        """The epoch of the loop that is going on, from 0."""
-        return self._loop.now.epoch if self._loop.now is not None else 0
+        """The epoch of the current loop, from 0."""
+        loop = self._progress.loop
+        return loop.step.epoch if loop is not None and loop.step is not None else 0
 
     @property
     def committed(self) -> bool:
-        """Whether this turn's ``opt.step()`` committed a step: true once per step, on every worker alike."""
-        return self._loop.committed
+        """Whether ``opt.step()`` has committed a step in this iteration: true once per step, on every worker alike."""
+        return self._progress.committed
 
     @property
     def averaged(self) -> bool:
-        """Whether the step's gradients are there: true from the last turn's ``backward()`` to the end of the turn."""
-        return self._loop.turn is not None and self.engine.phase is Phase.AVERAGED
+        """Whether ``param.grad`` holds the averages: true from the last lane's ``backward()`` to the end of the iteration."""
+        return self._progress.loop is not None and self._engine.phase is Phase.AVERAGED
 
     @property
     def stands_in(self) -> bool:
-        """Whether this turn's batch is a stand-in, which counts for nothing: this worker has no samples in the step."""
-        return self._loop.stands_in
+        """Whether this iteration's batch is a placeholder that does not count, because this worker has no samples in the step."""
+        loop = self._progress.loop
+        return loop is not None and loop.step is not None and loop.lane >= 0 and loop.step.counts[loop.lane] == 0
 
     @property
     def logged(self) -> dict[str, float]:
@@ -191,9 +315,21 @@ class Run:
         return self._log.latest
 
     def every(self, period: int | Literal["epoch"]) -> bool:
-        """True once per ``period`` steps (or at each epoch's last step), in the turn that committed it, on every worker alike."""
+        """Return True once per ``period`` steps, in the iteration that committed the step, on every worker alike.
+
+        Args:
+            period: A number of steps, or "epoch" for the last step of each epoch.
+
+        Raises:
+            UsageError: ``period`` is neither.
+
+        Example:
+            >>> if run.every(100):
+            ...     accuracy = run.evaluate(count_correct, test_set, global_batch=256)["correct"] / len(test_set)
+        """
         if period == "epoch":
-            return self.committed and self._loop.now is not None and self._loop.now.ends_epoch
+            loop = self._progress.loop
+            return self.committed and loop is not None and loop.step is not None and loop.step.ends_epoch
         if not isinstance(period, int) or period < 1:
             raise UsageError(f"run.every({period!r}): pass a number of steps, 1 or more, or 'epoch'.")
         return self.committed and self.step % period == 0
@@ -214,11 +350,28 @@ class Run:
         sampler: Iterable[int] | None = None,
         prefetch_factor: int | None = None,
     ) -> Shard:
-        """Every sample of every epoch exactly once, by lane: iterate over it instead of a DataLoader.
+        """Return this worker's part of a dataset, to iterate over instead of a DataLoader. All workers must call it alike.
 
-        ``global_batch`` samples per step are cut into lanes; a worker with several lanes sees several
-        micro-batches per step, and ``opt.step()`` does nothing until its last one. Any map-style
-        dataset, or a stream (an iterable dataset). ``sampler``: an order of your own.
+        Every sample of every epoch is used exactly once. A worker with several lanes sees several micro-batches per step, and
+        ``opt.step()`` does nothing until the last one.
+
+        Args:
+            dataset: A map-style dataset, or an iterable one (a stream).
+            global_batch: How many samples all workers together use in one step.
+            shuffle: Whether to shuffle the samples anew in each epoch, by ``seed``.
+            epochs: How often to pass over the dataset.
+            drop_last: Whether to drop the last samples of an epoch if they do not fill a global batch.
+            num_workers: How many loader processes each worker has; 0 loads in the worker's own process.
+            collate_fn: Makes a batch from a list of samples, as in a DataLoader.
+            pin_memory: As in a DataLoader. Default: True if the model is on a GPU.
+            sampler: Yields the indices of an epoch's samples, instead of ``shuffle``. It must yield the same on every worker.
+            prefetch_factor: As in a DataLoader.
+
+        Returns:
+            An iterable over micro-batches. Its ``len()`` is the number of steps.
+
+        Raises:
+            UsageError: An argument cannot work.
         """
 
         def opened(stage: int) -> Any:
@@ -238,34 +391,38 @@ class Run:
                 prefetch_factor=prefetch_factor,
             )
 
-        shard = Shard(self._loop, opened, self.lanes, epochs)
-        shard.settings = {
-            "length": shard.length,
-            "global_batch": global_batch,
-            "shuffle": shuffle,
-            "epochs": epochs,
-            "drop_last": drop_last,
-        }
-        return shard
+        settings = {"global_batch": global_batch, "shuffle": shuffle, "epochs": epochs, "drop_last": drop_last}
+        return Shard(self._loop, opened, self.lanes, epochs, settings)
 
     def weigh(self, weight: float) -> None:
-        """Before ``backward()``: the current lane's weight (tokens, say) instead of its number of samples.
+        """Set the weight of the current lane (its number of tokens, for example) instead of its number of samples.
 
-        The step's gradient is sum(w * g) / sum(w) over lanes. Call it in every turn, or never.
+        The step's gradient is sum(w * g) / sum(w) over all lanes. Call it before ``backward()``, in every iteration or never.
+
+        Raises:
+            UsageError: It was called after ``backward()`` or outside the loop, or ``weight`` is negative or not finite.
         """
-        self.engine.weigh(float(weight))
+        self._engine.weigh(float(weight))
 
     def log(self, **values: Any) -> None:
-        """Note numbers (or tensors of one element) of this lane; averaged over lanes by weight, some steps later.
+        """Log numbers of this lane. They are averaged over all lanes by weight, every ``log_every`` steps.
 
-        What belongs to the step, not to a lane (a gradient's norm, a learning rate), stands under ``if run.committed``.
+        A value that belongs to the step, not to a lane (the norm of the gradient, a learning rate), is logged under
+        ``if run.committed``.
+
+        Args:
+            **values: Numbers, or tensors of one element. A tensor is not read before the average is taken, so that logging does not
+                synchronise with the GPU.
+
+        Raises:
+            UsageError: It was called outside the loop, or a value is not one number.
         """
-        turn = self._loop.turn
-        if turn is None or turn.step is None:
+        loop = self._progress.loop
+        if loop is None or loop.step is None:
             raise UsageError("run.log() was called outside the loop over run.shard(...). Call it in the loop body.")
-        step = self.step if turn.committed else self.step + 1
-        if turn.step.counts[turn.lane]:
-            self._log.note(step, turn.lane, values)
+        step = self.step if loop.committed else self.step + 1
+        if loop.step.counts[loop.lane]:
+            self._log.note(step, loop.lane, values)
 
     def evaluate(
         self,
@@ -276,17 +433,36 @@ class Run:
         num_workers: int = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
     ) -> dict[str, Any]:
-        """The sums of what ``fn(batch)`` returns (a dict of numbers or tensors) over every sample exactly once.
+        """Sum what ``fn`` returns over every sample of a dataset, with the same bits on any number of workers.
 
-        All workers must call it: outside the loop, or under ``run.every(...)``. The model is in eval
-        mode and gradients are off meanwhile. The same bits on any number of workers.
+        All workers must call it: outside the loop, or in the loop under ``run.every(...)``. Meanwhile the model is in eval mode
+        and gradients are off.
+
+        Args:
+            fn: Called with each batch; returns a dict of numbers or tensors to add up.
+            dataset: A map-style dataset, or an iterable one.
+            global_batch: How many samples all workers together take at a time.
+            num_workers: How many loader processes each worker has.
+            collate_fn: Makes a batch from a list of samples, as in a DataLoader.
+
+        Returns:
+            The sums, under the names that ``fn`` returned.
+
+        Raises:
+            UsageError: ``fn`` returned something else, or different names for different batches, or not all workers call it.
+
+        Example:
+            >>> def count_correct(batch):
+            ...     x, y = batch
+            ...     return {"correct": (model(x).argmax(1) == y).sum()}
+            >>> accuracy = run.evaluate(count_correct, test_set, global_batch=256)["correct"] / len(test_set)
         """
         self._loop.require_open()
         self._loop.require_collective("run.evaluate(...)", "result = run.evaluate(...)")
-        outside = self._loop.turn is None
+        outside = self._progress.loop is None
         if outside and (earlier := self._evaluations.earlier()) is not None:
             return earlier
-        result = self._workers.together(
+        result = self._recovery.together(
             lambda: self._evaluations.evaluate(
                 fn, dataset, step=self.step, global_batch=global_batch, num_workers=num_workers, collate_fn=collate_fn
             )
@@ -297,63 +473,52 @@ class Run:
 
     # -- the state ---------------------------------------------------------------------------
 
-    def register(self, name: str, each: Any) -> None:
-        """``each`` (with ``state_dict`` and ``load_state_dict``) belongs to the run's state: saved, resumed, and sent to newcomers.
+    def register(self, name: str, stateful: Any) -> None:
+        """Add an object to the state of the run: it is saved, resumed, and sent to newcomers.
 
-        Call it right after ``Run(...)``, on every worker. Its state must be plain values and tensors, alike on every worker.
+        Call it right after ``Run(...)``, on every worker.
+
+        Args:
+            name: A name that no other registered object has.
+            stateful: An object with ``state_dict`` and ``load_state_dict``. Its state must consist of plain values and tensors, and
+                be the same on every worker.
+
+        Raises:
+            UsageError: The name is taken, or the object lacks one of the two methods.
         """
         self._loop.require_open()
-        self._state.register(name, each)
+        self._state.register(name, stateful)
 
     def save(self) -> None:
-        """Save a checkpoint. Inside the loop, under ``run.every``: at the end of this turn. Outside: at once, and it is on the
-        storage when this returns. All workers must call it.
+        """Save a checkpoint. All workers must call it.
+
+        Inside the loop call it under ``run.every(...)``: the checkpoint is begun at the end of the iteration, and written while
+        training continues. Outside the loop the checkpoint is complete when ``save`` returns.
+
+        Raises:
+            UsageError: Run was given no ``checkpoint``, or not all workers call it.
         """
         self._loop.require_open()
-        if self._checkpoints is None:
+        checkpoints = self._checkpoints
+        if checkpoints is None:
             raise UsageError('run.save() has no place to save to. Name one: lockstep.Run(..., checkpoint="checkpoints").')
         self._loop.require_collective("run.save()", "run.save()")
-        if self._loop.turn is not None:
-            self._checkpoints.ask()
+        if self._progress.loop is not None:
+            checkpoints.request_save()
         else:
-            checkpoints = self._checkpoints
-            self._workers.together(lambda: checkpoints.save(self.step))
-
-    def _open_checkpoints(self, checkpoint: Any, every: str, keep: int) -> None:
-        workers = self._workers
-
-        def published(step: int, where: str) -> None:
-            if workers.link is not None:
-                workers.link.say(type="saved", step=step, where=where)
-
-        checkpoints = Checkpoints(checkpoint, every, keep, self._state, lambda: workers.comm, published)
-        self._checkpoints = checkpoints
-        self._state.resume, self._state.on_rebind = checkpoints.resume, checkpoints.give_up
-        self._loop.tasks.append(checkpoints)
-        if self._verification is not None:
-            checkpoints.trust(self._verification.agreed_at)
-            checkpoints.on_resumed = self._verification.resumed
-            self._verification.on_parted = checkpoints.suspect
-        if workers.link is None:
-            self._loop.exit_code = checkpoints.exit_code
-            self._sigterm = Sigterm()
-            self._undo.append(self._sigterm.close)
-
-    def _requests(self) -> int:
-        stop = STOP if self._sigterm is not None and self._sigterm.came else 0
-        return stop | self._workers.requests() | (self._checkpoints.requests() if self._checkpoints is not None else 0)
+            self._recovery.together(lambda: checkpoints.save(self.step))
 
     def close(self) -> None:
-        """Wait for a checkpoint in flight, unhook the model, give the optimizers their ``step`` back, close the connections.
+        """Wait for a checkpoint that is being written, unhook the model, and close the connections.
 
-        May be called twice.
+        The optimizers get their own ``step`` back. It may be called twice.
         """
-        checkpoints = getattr(self, "_checkpoints", None)
+        checkpoints = self._checkpoints
         if checkpoints is not None and self._undo:
             if sys.exc_info()[0] is None and self._state.began:
-                with suppress(PeerError):  # others are gone: theirs is not written
+                with suppress(PeerError):  # the other workers are gone, and their parts with them
                     checkpoints.finish(self.step)
-            checkpoints.give_up()
+            checkpoints.abandon()
         while self._undo:
             self._undo.pop()()
         if self._owns_comm:

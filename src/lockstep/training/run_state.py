@@ -1,88 +1,60 @@
-"""Holding: all that every worker holds alike, as one value: to send to a newcomer, to write to a checkpoint, to take over.
-
-Knows what belongs to a run's state, not where it goes.
-"""
+"""RunState: everything that every worker holds alike, as one value: to send to a newcomer, to write to a checkpoint, to restore."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lockstep.comm.base import Comm
 from lockstep.errors import UsageError
 from lockstep.gradients.lane_engine import LaneEngine
-from lockstep.training.consistency import Consistency
 from lockstep.training.evaluation import Evaluations
-from lockstep.training.loop import TrainingLoop
+from lockstep.training.progress import Progress
 from lockstep.training.step_gate import StepGate
 
 
 class RunState:
-    """What a change of workers must carry over (elastic/workers.py: ``Holder``), and what a checkpoint holds."""
+    """The state of a run (comm/plain_state.py: ``Stateful``). ``settings`` holds what defines the arithmetic."""
 
     def __init__(
         self,
         model: nn.Module,
         engine: LaneEngine,
         gate: StepGate,
-        loop: TrainingLoop,
+        progress: Progress,
         evaluations: Evaluations,
-        agreement: Consistency,
         settings: dict[str, Any],
     ) -> None:
-        self._model, self._engine, self._gate, self._loop, self._evaluations = model, engine, gate, loop, evaluations
-        self._agreement = agreement
+        self._model, self._engine, self._gate, self._progress, self._evaluations = model, engine, gate, progress, evaluations
         self.settings = settings
-        """What defines the arithmetic."""
         self._shapes = {name: buffer.shape for name, buffer in engine.buffers.named()}
-        self.notes: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {}
-        """What others want carried over: how to get it, and how to set it."""
         self._registered: dict[str, Any] = {}
-        self._unclaimed: dict[str, Any] = {}
+        self._unclaimed: dict[str, Any] = {}  # received states of objects that the script has not registered yet
         self.began = False
-        """Whether this worker's script has its Run: from then on it has a place in the script."""
-        self.on_rebind: Callable[[], None] = lambda: None
-        self.resume: Callable[[], bool] = lambda: False
-        """At the very beginning: take over a checkpoint's state, if there is one. Collective."""
+        """Whether ``Run(...)`` has returned: from then on this worker has a place in the script."""
 
-    # -- a change of workers -------------------------------------------------------------------
+    def register(self, name: str, stateful: Any) -> None:
+        """Add an object to the state. If its state was received before, the object loads it now.
 
-    @property
-    def committed_steps(self) -> int:
-        return self._loop.step
-
-    def give_up(self) -> None:
-        if not self._loop.committed:
-            self._engine.discard_step()
-
-    def rebind(self, comm: Comm) -> None:
-        self._engine.rebind(comm)
-        self._agreement.rebind(comm)
-        self.on_rebind()
-
-    def agree(self) -> None:
-        self._agreement.require_same()
-        if not self.resume():
-            self._agreement.share_state()
-
-    # -- the state -----------------------------------------------------------------------------
-
-    def register(self, name: str, each: Any) -> None:
-        """``each`` belongs to the state from now on. Where the state was received before it was registered, it takes its part."""
+        Raises:
+            UsageError: The name is taken, or the object has no ``state_dict`` and ``load_state_dict``.
+        """
         if name in self._registered:
             raise UsageError(f"run.register({name!r}, ...) was called twice. Give every object a name of its own.")
         for method in ("state_dict", "load_state_dict"):
-            if not callable(getattr(each, method, None)):
-                raise UsageError(f"run.register({name!r}, ...) got a {type(each).__name__}, which has no {method}().")
-        self._registered[name] = each
+            if not callable(getattr(stateful, method, None)):
+                raise UsageError(f"run.register({name!r}, ...) got a {type(stateful).__name__}, which has no {method}().")
+        self._registered[name] = stateful
         if name in self._unclaimed:
-            each.load_state_dict(self._unclaimed.pop(name))
+            stateful.load_state_dict(self._unclaimed.pop(name))
 
     def replicated(self) -> dict[str, Any]:
-        """What must have the same bits on every worker. Buffers that are not persistent are caches, and each worker's own."""
+        """Return what must have the same bits on every worker.
+
+        Buffers that are not persistent are caches: each worker has its own.
+        """
         keep = self.persistent()
         return {
             "parameters": {name: param.detach() for name, param in self._engine.named},
@@ -92,34 +64,26 @@ class RunState:
         }
 
     def capture(self) -> dict[str, Any]:
+        """Return the whole state as plain data. Its tensors are the live ones, not copies."""
         return {
-            "loop": self._loop.capture(),
+            "progress": self._progress.capture(),
             "evaluations": self._evaluations.kept,
             "trainable": self._engine.trainable(),
-            "notes": {name: get() for name, (get, _) in self.notes.items()},
             "caches": self._caches(),
             **self.replicated(),
         }
 
     def restore(self, state: Mapping[str, Any], *, resumes: bool = False) -> None:
-        """Take over another worker's state, or (``resumes``) a checkpoint's, as all workers do at once.
+        """Adopt the state of another worker, or (``resumes``) of a checkpoint, which all workers adopt at once.
 
-        In mid-loop, the step this worker missed counts as committed in this turn.
+        In the middle of a loop, the step that this worker missed counts as committed in the current micro-batch.
         """
         if list(state["objects"]) != self._gate.names():
             raise UsageError(
-                f"the state is of a Run with {', '.join(state['objects']) or 'no objects'}; this one has "
+                f"the state belongs to a Run with {', '.join(state['objects']) or 'no objects'}; this Run has "
                 f"{', '.join(self._gate.names())}. Pass the same optimizers and schedulers in the same order."
             )
-        with torch.no_grad():
-            for name, param in self._engine.named:
-                if param.data_ptr() != state["parameters"][name].data_ptr():
-                    param.copy_(state["parameters"][name])
-                param.requires_grad_(name in state["trainable"])
-            held = {**state["caches"], **state["buffers"]}
-            for name, buffer in self._engine.buffers.named():
-                if name in held and buffer.shape == held[name].shape and buffer.data_ptr() != held[name].data_ptr():
-                    self._engine.buffers.write(buffer, held[name])
+        self._restore_tensors(state)
         for name, each in zip(self._gate.names(), self._gate.objects, strict=True):
             each.load_state_dict(state["objects"][name])
         self._unclaimed = dict(state["registered"])
@@ -127,13 +91,21 @@ class RunState:
             if name in self._unclaimed:
                 each.load_state_dict(self._unclaimed.pop(name))
         self._evaluations.kept = list(state["evaluations"])
-        for name, value in state["notes"].items():
-            if name in self.notes:
-                self.notes[name][1](value)
-        self._loop.restore(state["loop"], joins=not self.began and not resumes)
+        self._progress.restore(state["progress"], joins=not self.began and not resumes)
+
+    def _restore_tensors(self, state: Mapping[str, Any]) -> None:
+        with torch.no_grad():
+            for name, param in self._engine.named:
+                if param.data_ptr() != state["parameters"][name].data_ptr():
+                    param.copy_(state["parameters"][name])
+                param.requires_grad_(name in state["trainable"])
+            received = {**state["caches"], **state["buffers"]}
+            for name, buffer in self._engine.buffers.named():
+                if name in received and buffer.shape == received[name].shape and buffer.data_ptr() != received[name].data_ptr():
+                    self._engine.buffers.write(buffer, received[name])
 
     def _caches(self) -> dict[str, Tensor]:
-        """Buffers that are not persistent, unless they have changed their shape: then each worker computes its own."""
+        """Return the buffers that are not persistent, unless they changed their shape: then each worker computes its own."""
         keep = self.persistent()
         named = {name: buffer.detach() for name, buffer in self._engine.buffers.named() if name not in keep}
         return {name: buffer for name, buffer in named.items() if buffer.shape == self._shapes.get(name)}
@@ -141,7 +113,7 @@ class RunState:
     # -- the model's state dict ----------------------------------------------------------------
 
     def weights(self) -> dict[str, Tensor]:
-        """The model's state dict, each tensor under one name."""
+        """Return the model's state dict, each tensor under one name."""
         keep = self.persistent()
         return {
             **{name: param.detach() for name, param in self._engine.named},
@@ -149,12 +121,12 @@ class RunState:
         }
 
     def persistent(self) -> set[str]:
+        """Return the names in the model's state dict."""
         return set(self._model.state_dict(keep_vars=True))
 
     def aliases(self) -> dict[str, str]:
-        first: dict[int, str] = {id(tensor): name for name, tensor in reversed(list(self._named()))}
+        """Return the names in the model's state dict that share the tensor of another name."""
+        named = [*self._engine.named, *self._engine.buffers.named()]
+        first: dict[int, str] = {id(tensor): name for name, tensor in reversed(named)}
         state = self._model.state_dict(keep_vars=True)
         return {name: first[id(t)] for name, t in state.items() if id(t) in first and first[id(t)] != name}
-
-    def _named(self) -> list[tuple[str, Tensor]]:
-        return [*self._engine.named, *self._engine.buffers.named()]

@@ -1,4 +1,4 @@
-"""SIGTERM without an agent: a machine is about to be taken away. Remembered until a step ends, where the run saves and leaves."""
+"""Sigterm: remembers a SIGTERM until the step ends, where the run saves a checkpoint and exits. Used without an agent."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 
 
 class Sigterm:
-    """A handler of the user's own stays; ``close`` gives the default back."""
+    """Installs a handler unless the user has installed one. ``close`` restores the default handler."""
 
     def __init__(self) -> None:
         self.came = False

@@ -1,8 +1,8 @@
-"""Gates: ``step()`` of optimizers, schedulers and a GradScaler does nothing until a step's gradients are there.
+"""StepGate: ``step()`` of optimizers, schedulers and a GradScaler does nothing until the step's gradients are averaged.
 
-A worker with several lanes passes the loop body several times per step; only in its last turn are
-there gradients to step with. A gate replaces methods of the one object it is given, and gives them
-back. Knows nothing of lanes or workers: it asks ``may_step`` and tells ``stepped``.
+A worker with several lanes runs the loop body several times per step, and only its last micro-batch has gradients to step with.
+The gate replaces methods of the objects it is given, and restores them in ``close``. It knows nothing of lanes or workers: it asks
+``may_step`` before a call, and calls ``stepped`` after an optimizer's step.
 """
 
 from __future__ import annotations
@@ -26,7 +26,11 @@ _SCALER_FRAMES = {GradScaler.step.__code__, GradScaler._maybe_opt_step.__code__}
 
 
 class StepGate:
-    """All gate of one run. ``may_step(what)`` may raise; ``stepped()`` is called after an optimizer's step (or a skipped one)."""
+    """The gated objects of one run.
+
+    ``may_step(call)`` says whether a call takes effect, and may raise. ``stepped()`` is called after an optimizer's step, also if a
+    GradScaler has skipped it.
+    """
 
     def __init__(
         self, objects: Sequence[Any], params: Sequence[Tensor], may_step: Callable[[str], bool], stepped: Callable[[], None]
@@ -47,26 +51,27 @@ class StepGate:
                 self._gate(each, "unscale_", self._plain)
             else:
                 self._gate(each, "step", self._plain)
-                self._gate(each, "state_dict", self._clean)  # a scheduler's is its __dict__, and our gate lie there
+                self._gate(each, "state_dict", self._clean)  # a scheduler's state is its __dict__, which contains the gated methods
 
     def names(self) -> list[str]:
-        """One name for each object, as messages show it."""
+        """Return a name for each object, as messages show it."""
         kinds = [type(each).__name__ for each in self.objects]
         return [kind if kinds.count(kind) == 1 else f"{kind} {kinds[: at + 1].count(kind)}" for at, kind in enumerate(kinds)]
 
-    def settings(self) -> int:
-        """A hash of every optimizer's hyperparameters: must be equal on all workers."""
+    def settings_hash(self) -> int:
+        """Return a hash of the hyperparameters of all optimizers. It must be equal on all workers."""
         return zlib.crc32(repr(self.describe()).encode())
 
     def describe(self) -> list[Any]:
+        """Return the plain hyperparameters of each parameter group."""
         return [
             [("parameters", len(group["params"])), *sorted((k, _plain(v)) for k, v in group.items() if _is_plain(v))]
             for optimizer in self.optimizers
             for group in optimizer.param_groups
         ]
 
-    def require_sense(self) -> None:
-        """Again, since parameter groups may have been added."""
+    def require_known_parameters(self) -> None:
+        """Require that optimizers update only the model's parameters: parameter groups may have been added."""
         _require_model(self.optimizers, self._params)
 
     def close(self) -> None:
@@ -81,7 +86,7 @@ class StepGate:
         own = name in vars(target)
 
         def gated(whose: Any, *args: Any, **kwargs: Any) -> Any:
-            if whose is not target:  # a copy of it, which is nobody's
+            if whose is not target:  # a copy of the object, which belongs to no Run
                 return getattr(type(whose), name)(whose, *args, **kwargs)
             return behave(target, before, f"{type(target).__name__}.{name}()", args, kwargs)
 
@@ -115,7 +120,7 @@ class StepGate:
         if not self._may_step(what):
             return None
         result = call(*args, **kwargs)
-        self._stepped()  # also where an inf made it skip the optimizer: the step is over, on every worker alike
+        self._stepped()  # also if an inf made it skip the optimizer: every worker skips the step alike
         return result
 
     def _require_known_scaler(self, what: str) -> None:
@@ -135,28 +140,28 @@ def _require_sense(objects: Sequence[Any], optimizers: Sequence[Optimizer], para
     for each in objects:
         kind = type(each).__name__
         if isinstance(each, nn.Module):
-            raise UsageError(f"Run takes one model; the second is a {kind}. Put both into one module (nn.ModuleDict, say).")
+            raise UsageError(
+                f"Run takes one model, but got a second one, a {kind}. Put both into one module, such as nn.ModuleDict."
+            )
         if not callable(getattr(each, "step", None)):
             raise UsageError(
                 f"Run takes the model, then optimizers, schedulers and a GradScaler; a {kind} has no step(). Leave it out."
             )
         if hasattr(getattr(each, "step"), "_lockstep_gate"):  # noqa: B009
-            raise UsageError(f"this {kind} belongs to another Run already. Close that one first: run.close().")
+            raise UsageError(f"this {kind} belongs to another Run already. Close the other Run first: run.close().")
         if isinstance(each, LRScheduler) and not any(each.optimizer is o for o in optimizers):
             raise UsageError(
                 f"the optimizer of this {kind} is not among Run's arguments. Pass it too: lockstep.Run(model, opt, sched)."
             )
     if not optimizers:
-        raise UsageError(
-            "Run needs the optimizers whose step() it is to keep in step. Pass them: lockstep.Run(model, optimizer, ...)."
-        )
+        raise UsageError("Run needs the optimizers of the model. Pass them: lockstep.Run(model, optimizer, ...).")
     _require_model(optimizers, params)
     for optimizer in optimizers:
         kind = type(optimizer).__name__
         if _needs_closure(optimizer):
             raise UsageError(
-                f"{kind} needs a closure, which runs backward() several times per step: with lanes on several workers that is not "
-                "defined. Use an optimizer whose step() takes none (SGD, Adam, AdamW, ...)."
+                f"{kind} needs a closure, which runs backward() several times per step: lanes on several workers do not "
+                "support that.  Use an optimizer whose step() takes none (SGD, Adam, AdamW, ...)."
             )
 
 
@@ -168,8 +173,8 @@ def _require_model(optimizers: Sequence[Optimizer], params: Sequence[Tensor]) ->
             for param in group["params"]:
                 if id(param) not in known:
                     raise UsageError(
-                        f"{kind} updates a parameter of shape {list(param.shape)} that is not the model's: nobody would average "
-                        "its gradient. Put its module into the model, or leave the parameter out."
+                        f"{kind} updates a parameter of shape {list(param.shape)} that does not belong to the model: its "
+                        "gradient would not be averaged. Put its module into the model, or leave the parameter out."
                     )
 
 

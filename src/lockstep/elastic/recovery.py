@@ -1,0 +1,137 @@
+"""Recovery: takes this worker from one generation to the next, with the same state as all others.
+
+With an agent, the survivors of a lost worker form the next generation, bring every member to the greatest committed step, and
+repeat what did not commit. Without an agent (a lone process, torchrun, mpirun) nothing can be recovered: the PeerError is raised.
+
+    a worker is lost, or a change is due
+      -> discard the step -> AgentLink.next (the agent names the members) -> rebind to the new comm -> align states -> continue
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar, cast
+
+import torch
+
+from lockstep.comm.base import Comm
+from lockstep.comm.plain_state import Stateful
+from lockstep.elastic.collective_journal import CollectiveJournal
+from lockstep.elastic.transfer import WorkerProgress, align
+from lockstep.elastic.worker_group import WorkerGroup
+from lockstep.errors import PeerError
+from lockstep.launch import worker
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class RecoveryCallbacks:
+    """What a change of workers asks of the run.
+
+    ``committed_steps()`` is the number of steps this worker has committed. ``discard_step()`` undoes what has not committed.
+    ``rebind(comm)`` lets all parts use the comm of the new generation; all workers call it. ``start()`` runs in the first
+    generation, on all workers: it compares their models and gives all of them the same initial state.
+    """
+
+    committed_steps: Callable[[], int]
+    discard_step: Callable[[], None]
+    rebind: Callable[[Comm], None]
+    start: Callable[[], None]
+
+
+class Recovery:
+    """Changes of the worker group, and collectives that survive them."""
+
+    def __init__(
+        self,
+        workers: WorkerGroup,
+        journal: CollectiveJournal,
+        state: Stateful,
+        device: torch.device,
+        callbacks: RecoveryCallbacks,
+    ) -> None:
+        self._workers, self._journal, self._state, self._device, self._callbacks = workers, journal, state, device, callbacks
+        self._holds_state = False
+
+    def begin(self) -> None:
+        """Share the initial state, or receive the state of a run that others have begun. All workers call it once."""
+        if self._workers.link is None:
+            self._callbacks.start()
+            return
+        worker.step_now = self._callbacks.committed_steps  # shown if the script raises
+        try:
+            self._enter(self._workers.comm)
+        except PeerError as error:
+            self.recover(error)
+
+    def together(self, collective: Callable[[], T]) -> T:
+        """Call ``collective`` on all workers, again after each recovery, until it is complete.
+
+        If another worker had completed it before a worker was lost, this worker returns that worker's result.
+
+        Returns:
+            What ``collective`` returned: plain data (comm/plain_state.py), the same on every worker.
+        """
+        journal = self._journal
+        while True:
+            journal.enter()
+            point = journal.inside
+            try:
+                result = collective()
+            except PeerError as error:
+                self.recover(error)
+                if journal.passed >= point:
+                    return cast(T, journal.results[point])
+            else:
+                journal.complete(result)
+                return result
+
+    def skip(self) -> None:
+        """Count a collective point at which no worker has anything to do."""
+        self._journal.skip()
+
+    def recover(self, error: PeerError) -> None:
+        """Form the next generation with the other survivors.
+
+        Raises:
+            PeerError: ``error``, if there is no agent.
+        """
+        if self._workers.link is None:
+            raise error
+        self._workers.link.report_lost(error)
+        self.change_generation()
+
+    def change_generation(self) -> None:
+        """Leave this generation and enter the next. All members call it, after a loss or after the same step."""
+        link = self._workers.link
+        assert link is not None
+        self._callbacks.discard_step()
+        while True:
+            self._workers.comm.close()
+            try:
+                self._enter(link.next(self._steps()))
+                return
+            except PeerError as error:
+                link.report_lost(error)
+
+    def _enter(self, comm: Comm) -> None:
+        """Give every member the state of the greatest committed step, or rank 0's if no member holds a state yet."""
+        self._workers.comm = comm
+        self._callbacks.rebind(comm)
+        journal = self._journal
+        mine = WorkerProgress(self._steps(), journal.passed, journal.inside)
+        aligned = align(comm, mine, self._state.capture, journal.results, self._device)
+        if aligned.state is not None:
+            self._state.restore(aligned.state)
+            # A newcomer has passed what the others have passed. A worker that missed a commit has passed no point since.
+            journal.reset(aligned.passed if mine.steps < 0 else 0)
+        elif not self._holds_state:
+            self._callbacks.start()
+        if aligned.has_result:
+            journal.complete(aligned.result)
+        self._holds_state = True
+
+    def _steps(self) -> int:
+        return self._callbacks.committed_steps() if self._holds_state else -1

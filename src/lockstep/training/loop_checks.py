@@ -1,0 +1,44 @@
+"""Checks of the user's loop: mistakes in the loop body, and loops that do not fit the run. Each raises a ``UsageError``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lockstep.errors import UsageError
+from lockstep.gradients.lane_engine import Phase
+from lockstep.training.progress import CurrentLoop, Progress
+
+
+def require_same_data(progress: Progress, settings: Mapping[str, Any]) -> None:
+    """Compare with the arguments under which this loop was begun: by other workers, or before a restart.
+
+    The number of epochs may grow.
+    """
+    before, progress.resumed_data = progress.resumed_data, None
+    for name, value in (before or {}).items():
+        if name != "epochs" and settings.get(name) != value:
+            raise UsageError(
+                f"the run is in the middle of a loop over run.shard with {name}={value!r}, and this script has "
+                f"{name}={settings.get(name)!r}: other samples would remain. Pass the same data and arguments."
+            )
+
+
+def require_complete(loop: CurrentLoop, step: int, phase: Phase, optimizers: Sequence[Any]) -> None:
+    """Require that the loop body has called backward() and, in the last micro-batch of the step, the optimizer."""
+    if phase is Phase.BACKWARD:
+        raise UsageError(
+            f"backward() raised in step {step} and the exception was caught: half of lane {loop.lane} is missing, and other "
+            "workers wait for it. Let the exception end the run; to skip a batch call run.weigh(0) before backward()."
+        )
+    if phase is Phase.LANE:
+        raise UsageError(
+            f"the loop body ended without backward() in step {step} (lane {loop.lane}). Every iteration needs one: all other "
+            "workers wait for its gradients. To skip a batch, give it weight 0: run.weigh(0) before backward()."
+        )
+    if loop.is_last and not loop.committed:
+        names = ", ".join(dict.fromkeys(f"{type(each).__name__}.step()" for each in optimizers))
+        raise UsageError(
+            f"the loop body ended without {names}, though the last lane of step {step} was averaged. "
+            "Call it in every iteration, on the optimizer that was passed to Run; it does nothing until the last lane."
+        )

@@ -1,0 +1,100 @@
+"""Progress: where a run is, in steps, samples and loops. Part of the state that newcomers and checkpoints receive.
+
+Loops over ``run.shard(...)`` are numbered in the order in which the script reaches them: the number is the loop's *stage*.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from lockstep.data.shard import StepPlan
+
+
+@dataclass
+class CurrentLoop:
+    """The loop over the data that this worker is in, and the micro-batch that its loop body works on."""
+
+    stage: int
+    step: StepPlan | None = None
+    lane: int = -1
+    is_last: bool = False
+    """Whether this is the worker's last micro-batch of the step."""
+    committed: bool = False
+    """Whether the step was committed in this micro-batch."""
+    micro_batches: int = 0
+    """How many micro-batches of this step the worker has begun."""
+    generation: int = 0
+    calls: int = 0
+    """How many gated calls (of optimizers and schedulers) were let through in this micro-batch."""
+    skips: int | None = None
+    """How many gated calls the received state contains already, if this worker received it in this micro-batch; -1: all."""
+
+
+@dataclass
+class Progress:
+    """Where the run is. It moves only when a step commits or a loop ends."""
+
+    step: int = 0
+    """Steps committed so far."""
+    samples: int = 0
+    """Samples committed so far."""
+    stage: int = 0
+    """The loop that the run is in, or comes to next."""
+    position: tuple[int, int] = (0, 0)
+    """The cursor in that loop: (epoch, step in the epoch)."""
+    equal_at: int = -1
+    """The last step after which all replicas were known to hold the same bits."""
+    data: dict[str, Any] = field(default_factory=dict)
+    """The arguments of the loop's ``run.shard`` that must not change."""
+
+    loop: CurrentLoop | None = field(default=None, init=False)
+    stages_entered: int = field(default=0, init=False)
+    """Loops that this worker's script has reached."""
+    joins_loop: bool = field(default=False, init=False)
+    """Whether the loop that this worker reaches next is one that other workers are in."""
+    resumed_data: dict[str, Any] | None = field(default=None, init=False)
+    """``data`` of a loop that was entered before, by other workers or before a restart."""
+
+    @property
+    def committed(self) -> bool:
+        """Whether the step was committed in the current micro-batch."""
+        return self.loop is not None and self.loop.committed
+
+    def commit(self, plan: StepPlan) -> None:
+        self.step += 1
+        self.samples += sum(plan.counts)
+        self.position = (plan.epoch + 1, 0) if plan.ends_epoch else (plan.epoch, plan.index + 1)
+
+    def end_loop(self, stage: int) -> None:
+        self.stage, self.position = stage + 1, (0, 0)
+
+    def capture(self) -> dict[str, Any]:
+        loop = self.loop
+        return {
+            "step": self.step,
+            "samples": self.samples,
+            "stage": self.stage,
+            "position": self.position,
+            "equal_at": self.equal_at,
+            "in_loop": loop is not None,
+            "calls": loop.calls if loop is not None and loop.committed else -1,
+            "data": self.data,
+        }
+
+    def restore(self, state: Mapping[str, Any], *, joins: bool) -> None:
+        """Adopt another worker's progress, or a checkpoint's.
+
+        Args:
+            state: What ``capture`` returned.
+            joins: Whether this worker has not begun, and reaches a loop that other workers may be in.
+        """
+        self.step, self.samples = state["step"], state["samples"]
+        self.stage, self.position = state["stage"], state["position"]
+        self.equal_at = state["equal_at"]
+        if self.loop is None:
+            self.joins_loop = state["in_loop"] and joins
+            self.resumed_data = state["data"] if state["in_loop"] else None
+        else:
+            self.loop.committed, self.loop.skips, self.loop.calls = True, state["calls"], 0

@@ -1,0 +1,83 @@
+"""StepCommit: decides whether ``opt.step()`` may step, and commits the step when it has. Answers StepGate's questions."""
+
+from __future__ import annotations
+
+from lockstep.data.seeding import seed_everything
+from lockstep.elastic.collective_journal import CollectiveJournal
+from lockstep.elastic.worker_group import WorkerGroup
+from lockstep.errors import UsageError
+from lockstep.gradients.lane_engine import LaneEngine, Phase
+from lockstep.observe.ledger import Ledger
+from lockstep.plan.samples import lane_seed
+from lockstep.training.progress import Progress
+
+
+class StepCommit:
+    """The commit of each step on this worker. ``ledger`` records the samples of each step, if the user has asked for it."""
+
+    def __init__(
+        self,
+        progress: Progress,
+        engine: LaneEngine,
+        workers: WorkerGroup,
+        journal: CollectiveJournal,
+        ledger: Ledger | None,
+        seed: int,
+    ) -> None:
+        self._progress, self._engine, self._workers, self._journal = progress, engine, workers, journal
+        self._ledger, self._seed = ledger, seed
+        self._samples: dict[int, list[int]] = {}
+
+    @property
+    def records_samples(self) -> bool:
+        return self._ledger is not None
+
+    def start_step(self) -> None:
+        self._samples = {}
+
+    def note_samples(self, lane: int, samples: list[int]) -> None:
+        """Note which samples a lane of this step contains, for the ledger."""
+        self._samples[lane] = samples
+
+    def may_step(self, call: str) -> bool:
+        """Return whether ``call`` (such as "Adam.step()") takes effect now. StepGate asks before each gated call.
+
+        Raises:
+            UsageError: ``backward()`` has not been called yet.
+        """
+        loop = self._progress.loop
+        if loop is None:
+            return True
+        if self._engine.phase in (Phase.LANE, Phase.BACKWARD):
+            raise UsageError(
+                f"{call} was called before backward() in step {self._progress.step}, or backward() reached no parameter of the "
+                "model: there is no gradient yet. Call backward() first."
+            )
+        if loop.skips is not None:  # the state that this worker received contains the first ``skips`` calls already
+            loop.calls += 1
+            return loop.skips >= 0 and loop.calls > loop.skips
+        allowed = loop.is_last and self._engine.phase is not Phase.DISCARDED
+        loop.calls += allowed
+        return allowed
+
+    def stepped(self) -> None:
+        """Commit the step. StepGate calls it after an optimizer's step, or after a GradScaler has skipped one."""
+        loop = self._progress.loop
+        if loop is not None and not loop.committed:
+            assert loop.step is not None
+            loop.committed = True
+            if self._ledger is not None:
+                self._ledger.commits(self._progress.step, self._workers.generation)
+            self._progress.commit(loop.step)
+            self._journal.reset()
+
+    def seed_after_averaging(self) -> None:
+        """Seed all random generators. From here to the next micro-batch all workers must draw the same numbers."""
+        seed_everything(lane_seed(self._seed, self._progress.step, self._engine.lanes))
+
+    def record_samples(self) -> None:
+        """Write this worker's samples to the ledger. Called before the first gradients of the last micro-batch are sent."""
+        loop = self._progress.loop
+        if self._ledger is not None and loop is not None and loop.step is not None:
+            position = (loop.stage, loop.step.epoch, loop.step.index)
+            self._ledger.holds(self._progress.step, self._workers.generation, position, self._samples)
