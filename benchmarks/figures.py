@@ -101,7 +101,11 @@ The same work per worker on more workers, compared with the bare loop run by as 
 with 8 workers, is missed: Lockstep has {SCALING_16.cell("Lockstep", "8")}, torch DDP {SCALING_16.cell("torch DDP", "8")}.
 [Communication](internals/communication.md#the-lower-bound) says why.
 
+On 2 cores:
+
 ![Weak scaling on 2 cores](../benchmarks/results/scaling-2-cores.svg)
+
+On 16 cores:
 
 ![Weak scaling on 16 cores](../benchmarks/results/scaling-16-cores.svg)
 """

@@ -14,7 +14,7 @@ from tests.unit import test_imports
 SOURCE = ROOT / "src" / "lockstep"
 INTERNALS = ROOT / "docs" / "internals"
 ARCHITECTURE = (INTERNALS / "architecture.md").read_text()
-PLACE = re.compile(r"`((?:\w+/)*\w+\.py): ([\w.]+)`")
+PLACE = re.compile(r"`((?:\w+/)*\w+\.py):\s+([\w.]+)`")
 MOST_FILES = 12
 """On the way of a gradient in Run mode."""
 
