@@ -29,6 +29,7 @@ from torch.utils.data import Dataset, TensorDataset
 import lockstep
 from benchmarks.report import machine, run_workers, write
 from lockstep.data.map_source import MapSource
+from lockstep.data.source import LoaderOptions
 
 CONFIG = GPTConfig(vocab=128, context=64, layers=8, heads=8, width=512)
 BATCH = 4  # per lane
@@ -156,7 +157,7 @@ def start() -> dict[str, float]:
     for epoch in range(5):
         data = Long()
         began = time.perf_counter()
-        source = MapSource(data, lanes=8, global_batch=256, epochs=5, seed=0, shuffle=True, drop_last=False, pin_memory=False)
+        source = MapSource(data, LoaderOptions(lanes=8, global_batch=256, epochs=5, shuffle=True))
         source.seek(epoch, MANY // 2 // 256, (0, 8))
         source.take()
         took.append(time.perf_counter() - began)

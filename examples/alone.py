@@ -1,4 +1,4 @@
-"""A small training loop: alone.py in plain PyTorch, train.py on any number of workers. They differ by three lines."""
+"""A small training loop: alone.py in plain PyTorch, and train.py on any number of workers. Three lines differ."""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""A small GPT: the model of the examples and the benchmarks. Plain PyTorch; knows nothing of Lockstep."""
+"""A small GPT, the model of the examples and the benchmarks. Plain PyTorch; knows nothing of Lockstep."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Next-token loss from ``model(tokens)``: a batch of length context + 1."""
+    """``model(tokens)`` returns the next-token loss of a batch of sequences of length context + 1."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.tokens = nn.Embedding(config.vocab, config.width)
-        self.places = nn.Embedding(config.context, config.width)
+        self.positions = nn.Embedding(config.context, config.width)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, config.vocab, bias=False)
@@ -55,7 +55,7 @@ class GPT(nn.Module):
                 )
 
     def logits(self, tokens: Tensor) -> Tensor:
-        x = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
+        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))  # type: ignore[no-any-return]

@@ -1,10 +1,10 @@
-"""The main job: a small GPT learns Python's own standard library, character by character.
+"""A small GPT learns the source of Python's standard library, character by character. Nothing is downloaded.
 
     python examples/train_gpt.py                       one worker
-    lockstep run -n 2 examples/train_gpt.py            two workers, one model; kill one, and it goes on
-    lockstep run -n 2 examples/train_gpt.py --checkpoint checkpoints    kill all, and the same command goes on
+    lockstep run -n 2 examples/train_gpt.py            two workers; kill one, and the training continues
+    lockstep run -n 2 examples/train_gpt.py --checkpoint checkpoints    kill all, and the same command continues
 
-No download. With --lanes 4, say, the result has the same bits on 1, 2, 3 and 4 workers.
+With --lanes 4 the result has the same bits on 1, 2, 3 and 4 workers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import lockstep
 
 
 class Crops(Dataset[torch.Tensor]):
-    """So many random crops of a text. Run seeds the draw of every sample: the same number gives the same crop, on any worker."""
+    """``count`` random crops of a text. Run seeds the random generators for each index, so it gives the same crop on any worker."""
 
     def __init__(self, text: torch.Tensor, length: int, count: int) -> None:
         self.text, self.length, self.count = text, length, count
@@ -66,7 +66,7 @@ def main() -> None:
     crops = Crops(text, config.context + 1, options.steps * options.batch)
     for tokens in run.shard(crops, global_batch=options.batch):
         loss = model(tokens.to(device))
-        loss.backward()  # gradients leave averaged over all lanes
+        loss.backward()  # in the last lane of the step, gradients are averaged over all lanes
         run.log(loss=loss)
         if run.averaged:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -83,8 +83,8 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=300, help="optimizer updates (default 300)")
     parser.add_argument("--batch", type=int, default=32, help="sequences per step over all workers (default 32)")
     parser.add_argument("--lr", type=float, default=4e-3, help="peak learning rate (default 0.004)")
-    parser.add_argument("--lanes", type=int, help="slices of a batch: what the bits depend on (default: as many as workers)")
-    parser.add_argument("--checkpoint", metavar="PLACE", help="save there every 30 s, and go on from there")
+    parser.add_argument("--lanes", type=int, help="slices of every batch: equal lanes give equal bits (default: one per worker)")
+    parser.add_argument("--checkpoint", metavar="FOLDER", help="save there every 30 s, and resume from there")
     options = parser.parse_args()
     if options.steps < 1 or options.batch < 1 or not options.lr > 0:
         parser.error("--steps, --batch and --lr must be positive")
@@ -92,7 +92,7 @@ def read_options() -> argparse.Namespace:
 
 
 def standard_library() -> torch.Tensor:
-    """The .py files beside this interpreter as one tensor of character codes below 128."""
+    """Return this Python's standard library, all .py files, as one tensor of character codes below 128."""
     folder = Path(sysconfig.get_path("stdlib"))
     files = sorted(p for p in folder.rglob("*.py") if not {"site-packages", "test", "tests", "idlelib"} & set(p.parts))
     raw = b"\n".join(p.read_bytes() for p in files)
@@ -100,24 +100,24 @@ def standard_library() -> torch.Tensor:
 
 
 class Progress:
-    """A line that moves on a terminal; a line now and then in a pipe, and under `lockstep run`, which has one of its own."""
+    """Prints one line that is updated on a terminal, or a new line now and then if the output is not a terminal."""
 
     def __init__(self, steps: int, characters_per_step: int) -> None:
         self.steps, self.per_step = steps, characters_per_step
-        self.live = sys.stdout.isatty()
-        self.began = time.perf_counter()
+        self.is_terminal = sys.stdout.isatty()
+        self.started = time.perf_counter()
         self.first, self.average = 0, 0.0
 
     def show(self, step: int, values: dict[str, float]) -> None:
         if not self.first:
             self.first, self.average = step, values["loss"]
         self.average = 0.95 * self.average + 0.05 * values["loss"]
-        if not self.live and step % max(1, self.steps // 20) and step not in (self.first, self.steps):
+        if not self.is_terminal and step % max(1, self.steps // 20) and step not in (self.first, self.steps):
             return
-        elapsed = time.perf_counter() - self.began
+        elapsed = time.perf_counter() - self.started
         rate = (step - self.first + 1) * self.per_step / elapsed
         line = f"step {step:4d}/{self.steps}  loss {self.average:.3f}  {rate:7.0f} characters/s  {elapsed:5.1f} s"
-        print(f"\r{line}" if self.live else line, end="" if self.live and step < self.steps else "\n", flush=True)
+        print(f"\r{line}" if self.is_terminal else line, end="" if self.is_terminal and step < self.steps else "\n", flush=True)
 
 
 @torch.no_grad()

@@ -1,6 +1,6 @@
 """Lockstep: data-parallel training for PyTorch.
 
-Public names only, loaded when first used, so that the command line can start without torch.
+This module holds the public names only. Each is loaded when it is first used, so that the command line can start without torch.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-_HOME = {
+_MODULES = {
     "CorruptionError": "lockstep.errors",
     "DistributedDataParallel": "lockstep.replicas.ddp",
     "InvariantError": "lockstep.errors",
@@ -45,10 +45,10 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    home = _HOME.get(name)
-    if home is None:
+    module = _MODULES.get(name)
+    if module is None:
         raise AttributeError(f"module 'lockstep' has no attribute {name!r}; it has {', '.join(__all__)}")
-    value = getattr(importlib.import_module(home), name)
+    value = getattr(importlib.import_module(module), name)
     globals()[name] = value
     return value
 

@@ -1,10 +1,10 @@
-"""The exception tree, sorted by whose fault it is.
+"""The exceptions that Lockstep raises, sorted by whose fault the error is.
 
 LockstepError
-  UsageError       you: an argument, a variable, a model that cannot work as given
-  PeerError        another worker: it died, stands still, or left
-  CorruptionError  the hardware: replicas that must be equal are not
-  InvariantError   us: a state that our own code must never reach
+  UsageError       the user's: an argument, a variable or a model that cannot work as given
+  PeerError        another worker's: it died, hangs, or left
+  CorruptionError  the hardware's: replicas that must be equal differ
+  InvariantError   Lockstep's: a state that its code must never reach
 """
 
 from __future__ import annotations
@@ -13,17 +13,29 @@ from collections.abc import Iterable
 
 
 class LockstepError(Exception):
-    """Base of everything Lockstep raises on purpose."""
+    """The base class of all exceptions that Lockstep raises on purpose. Catch it to catch them all."""
 
 
 class UsageError(LockstepError, ValueError):
-    """Something the caller can mend; the message says what, the evidence, and what to do."""
+    """Raised if Lockstep was called in a way that cannot work.
+
+    The message says what is wrong, with the evidence, and what to write instead. Correct the script or the command; a retry
+    raises the same error. If workers disagree (about the model, the data, an argument), every worker raises it.
+    """
 
 
 class PeerError(LockstepError, RuntimeError):
-    """Another worker failed. ``ranks`` holds those that are blamed (empty where none could be named).
+    """Raised if another worker died, hangs or left while this worker waited for it.
 
-    ``hung``: a whole timeout passed without a sign of them; otherwise something broke, which is known at once.
+    Also raised by ``join(raise_early=True)`` on every rank, if a rank ran out of data.
+
+    Under ``lockstep run``, ``Run`` recovers from it and the script does not see it. Elsewhere (``torchrun``, ``replicate``,
+    ``DistributedDataParallel``) let it end the process, and let the launcher restart all workers from a checkpoint: the
+    connections of this process cannot be used again.
+
+    Attributes:
+        ranks: The ranks that failed; empty if none could be named.
+        hung: True if the ranks did not respond within the timeout, False if a process or a connection was seen to fail.
     """
 
     def __init__(self, message: str, ranks: Iterable[int] = (), *, hung: bool = False) -> None:
@@ -31,14 +43,18 @@ class PeerError(LockstepError, RuntimeError):
         self.ranks: tuple[int, ...] = tuple(ranks)
         self.hung = hung
 
-    def again(self) -> PeerError:
-        """The same, as a new exception for another raise."""
+    def copy(self) -> PeerError:
+        """Return an equal exception without a traceback, so that the same failure can be raised in several places."""
         return PeerError(str(self), self.ranks, hung=self.hung)
 
 
 class CorruptionError(LockstepError, RuntimeError):
-    """Replicas that must hold the same bits do not, and which of them is right cannot be told."""
+    """Raised if replicas that must hold the same bits differ, and no majority shows which of them is right.
+
+    A bit has changed in the memory of some worker, or something outside the step writes to the model on some workers only. The
+    message names the step after which all replicas were still equal: start again from a checkpoint of that step or before.
+    """
 
 
 class InvariantError(LockstepError, AssertionError):
-    """A bug in Lockstep: please report it with the message."""
+    """Raised if Lockstep reached a state that its own code must never reach: a bug. Please report it with the message."""

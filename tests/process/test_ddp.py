@@ -17,8 +17,8 @@ import lockstep
 from tests.models import CNN, MLP, batch, build, digest, loss_of, part
 from tests.workers import run_workers
 
-# torch's DdpReducer, as the last owner of a gloo group, joins its threads while state the GIL that they may
-# need: a deadlock now and then, seen here. Workers end without destroying it.
+# torch's Reducer, as the last owner of a gloo group, joins the group's threads while it holds the GIL, which the threads may
+# need: a deadlock that was seen here now and then. These references make the workers end without destroying it.
 _kept: list[Any] = []
 
 
@@ -77,7 +77,7 @@ def test_a_script_that_swaps_the_import_trains_as_before(name: str, arguments: d
 
 
 def bare_world(rank: int, size: int) -> bytes:
-    model = lockstep.DistributedDataParallel(MLP(), timeout_s=20)  # no init_process_group: the world is found
+    model = lockstep.DistributedDataParallel(MLP(), timeout_s=20)  # no init_process_group: the world comes from the variables
     losses(model, rank, size)
     return digest(model)
 
@@ -147,7 +147,7 @@ def bad_hooks(rank: int, size: int) -> None:
         loss_of(model, *batch(0, 12)).backward()
 
 
-def test_a_hook_that_is_none_gets_a_sentence() -> None:
+def test_what_is_not_a_hook_gets_an_error_that_says_so() -> None:
     run_workers(bad_hooks, 2)
 
 
@@ -182,9 +182,9 @@ def test_join_as_torch_spells_it() -> None:
     assert len(set(run_workers(joined, 2))) == 1
 
 
-def test_arguments_that_cannot_work_get_a_sentence() -> None:
+def test_arguments_that_cannot_work_get_an_error_that_says_what_to_do() -> None:
     for arguments, words in [
-        ({"device_ids": [0]}, "lie on cpu"),
+        ({"device_ids": [0]}, "are on cpu"),
         ({"device_ids": [0, 1]}, "one process drives one device"),
         ({"mixed_precision": object()}, "autocast"),
         ({"bucket_cap_mb": -1}, "positive"),

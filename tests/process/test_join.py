@@ -1,4 +1,4 @@
-"""join(): ranks with fewer batches shadow the others."""
+"""join(): ranks with fewer batches take part in the averages of the others."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ from tests.process.reference import mean_grads, require_grads
 from tests.workers import run_workers
 
 BATCHES = [3, 5, 1]  # rank 0 runs out before rank 1, rank 2 before both
+EARLY = (
+    "rank 2 ran out of data at step 1, and raise_early (or throw_on_early_termination) stops all ranks then. "
+    "Leave it out to continue with the ranks that have data."
+)
 
 
 def uneven(rank: int, size: int, over_all: bool, buffers: bool) -> tuple[bytes, int]:
@@ -44,7 +48,7 @@ def uneven(rank: int, size: int, over_all: bool, buffers: bool) -> tuple[bytes, 
 def test_the_mean_is_over_all_ranks_or_over_those_with_data(over_all: bool, buffers: bool) -> None:
     results = run_workers(uneven, 3, over_all, buffers)
     assert [step for _, step in results] == [5, 5, 5]
-    assert len({d for d, _ in results}) == 1, "after join all ranks hold the last one's state"
+    assert len({d for d, _ in results}) == 1, "after join all ranks have the state of the rank that trained longest"
 
 
 def accumulate_inside_join(rank: int, size: int) -> bytes:
@@ -81,8 +85,8 @@ def stop_all(rank: int, size: int) -> tuple[int, str]:
     return done, "no error"
 
 
-def test_raise_early_stops_everybody_at_the_first_exhausted_rank() -> None:
-    assert run_workers(stop_all, 3) == [(1, "rank 2 ran out of data at step 1.")] * 3
+def test_raise_early_stops_all_ranks_if_one_runs_out_of_data() -> None:
+    assert run_workers(stop_all, 3) == [(1, EARLY)] * 3
 
 
 def disabled(rank: int, size: int) -> int:
@@ -96,7 +100,7 @@ def test_a_disabled_join_does_nothing() -> None:
     assert run_workers(disabled, 2) == [1, 1]
 
 
-def unfreeze_while_shadowed(rank: int, size: int) -> bytes:
+def unfreeze_after_a_rank_ran_out(rank: int, size: int) -> bytes:
     model = UnusedBranch()
     model.used.layers[0].weight.requires_grad_(False)
     lockstep.replicate(model, timeout_s=20)
@@ -111,5 +115,5 @@ def unfreeze_while_shadowed(rank: int, size: int) -> bytes:
     return digest(model)
 
 
-def test_a_shadow_follows_when_the_others_unfreeze() -> None:
-    assert len(set(run_workers(unfreeze_while_shadowed, 2))) == 1
+def test_a_rank_without_data_follows_if_the_others_unfreeze() -> None:
+    assert len(set(run_workers(unfreeze_after_a_rank_ran_out, 2))) == 1

@@ -1,8 +1,8 @@
-"""N ranks x batch B equal one process x batch N*B, and each other to the bit.
+"""N ranks with batch B get the weights of one process with batch N*B. Among each other, ranks have the same bits.
 
-Tolerance: both sides add the same numbers in another order. In fp32 under SGD, 20 steps keep the
-weights within 2e-5. Adam turns the rounding noise of a gradient that should be zero (a key bias
-under softmax) into whole steps, so Adam and AdamW run in fp64, where eps buries that noise: 1e-9.
+Tolerance: both sides add the same numbers in a different order. In fp32 under SGD, 20 steps keep the
+weights within 2e-5. Adam makes full-size steps from the rounding noise of a gradient that should be zero (a key
+bias under softmax), so Adam and AdamW run in fp64, where eps exceeds that noise: 1e-9.
 The mixed-dtype model keeps its fp32 parts and gets 5e-4. A lost or doubled gradient is off by 1e-2.
 """
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from lockstep.observe.ledger import audit, read
-from tests.chaos import Chaos, undisturbed
+from tests.chaos import EPOCHS, Chaos, undisturbed
 from tests.lane_jobs import SAMPLES
 
 
@@ -48,7 +48,7 @@ def require_whole(chaos: Chaos, expected: str, finished: int | None = None) -> s
     assert chaos.results() == {expected}, output
     if finished is not None:
         assert len(list(chaos.folder.glob("done-*"))) == finished
-    assert audit(read(chaos.folder / "ledger"), SAMPLES) == []
+    assert audit(read(chaos.folder / "ledger"), SAMPLES, EPOCHS) == []
     return output
 
 

@@ -1,4 +1,4 @@
-"""Which samples, in which order, for whom: properties over any dataset, batch, lanes and workers."""
+"""The order of the samples and their division over steps, lanes and workers, for any dataset, batch, lanes and workers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lockstep.plan.samples import (
     STREAM,
     Order,
     Permutation,
-    batch_of,
+    batch_positions,
     lane_seed,
     sample_seed,
     steps_per_epoch,
@@ -35,15 +35,17 @@ seeds = st.integers(-(1 << 63), 1 << 70)
 epochs = st.integers(0, 10_000)
 
 
-def deal_steps(order: Order, global_batch: int, drop_last: bool, lanes: int, workers: int, first: int, last: int) -> list[int]:
-    """What all workers together are my_lanes in steps [first, last)."""
-    my_lanes = []
+def samples_in_steps(
+    order: Order, global_batch: int, drop_last: bool, lanes: int, workers: int, first: int, last: int
+) -> list[int]:
+    """The samples that all workers together get in steps [first, last)."""
+    samples = []
     for step in range(first, last):
-        start, stop = batch_of(len(order), global_batch, step, drop_last)
+        start, stop = batch_positions(len(order), global_batch, step, drop_last)
         for mine in assign_lanes(lanes, workers):
-            for turn in plan_micro_batches(mine, cut(stop - start, lanes)):
-                my_lanes += order.window(start + turn.start, start + turn.stop)
-    return my_lanes
+            for plan in plan_micro_batches(mine, cut(stop - start, lanes)):
+                samples += order.window(start + plan.start, start + plan.stop)
+    return samples
 
 
 @given(seeds, epochs, st.integers(1, 3 * SMALL))
@@ -59,7 +61,7 @@ def test_an_order_holds_every_sample_once_at_the_edges(n: int) -> None:
 
 @given(seeds, epochs, st.integers(1, 3 * SMALL), st.data())
 @settings(max_examples=40, deadline=None)
-def test_any_window_is_a_slice_of_the_whole(seed: int, epoch: int, n: int, data: st.DataObject) -> None:
+def test_any_window_is_a_slice_of_the_order(seed: int, epoch: int, n: int, data: st.DataObject) -> None:
     order = Permutation(seed, epoch, n)
     start, stop = sorted((data.draw(st.integers(0, n)), data.draw(st.integers(0, n))))
     whole = list(order)
@@ -91,7 +93,7 @@ def test_every_permutation_is_equally_likely(n: int) -> None:
 
 
 @pytest.mark.parametrize(("n", "draws"), [(100, 5000), (SMALL + 900, 1500)])
-def test_a_sample_may_stand_anywhere(n: int, draws: int) -> None:
+def test_a_sample_may_be_at_any_position(n: int, draws: int) -> None:
     at, cells = Counter[int](), 25
     for seed in range(draws):
         order = Permutation(seed, 0, n)
@@ -99,7 +101,7 @@ def test_a_sample_may_stand_anywhere(n: int, draws: int) -> None:
     assert chi_square([at[cell] for cell in range(cells)]) < 5
 
 
-def test_neighbours_are_torn_apart_in_a_large_order() -> None:
+def test_neighbouring_positions_are_unrelated_in_a_large_order() -> None:
     n = 1_000_000
     order = Permutation(3, 0, n).window(0, 20_000)
     gaps = Counter((after - before) % n * 20 // n for before, after in pairwise(order))
@@ -155,35 +157,35 @@ worlds = st.integers(1, 64).flatmap(lambda lanes: st.tuples(st.just(lanes), st.i
 
 @given(st.integers(1, 800), st.integers(1, 200), st.booleans(), worlds, st.booleans(), st.data())
 @settings(max_examples=100, deadline=None)
-def test_every_sample_is_dealt_once_also_when_the_workers_change(
+def test_every_sample_is_assigned_once_also_if_the_workers_change(
     n: int, global_batch: int, drop_last: bool, world: tuple[int, int, int], shuffle: bool, data: st.DataObject
 ) -> None:
     lanes, before, after = world
     order = Order(Permutation(1, 0, n) if shuffle else range(n))
     steps = steps_per_epoch(n, global_batch, drop_last)
     change = data.draw(st.integers(0, steps))
-    my_lanes = deal_steps(order, global_batch, drop_last, lanes, before, 0, change)
-    rest = deal_steps(order, global_batch, drop_last, lanes, after, change, steps)
-    assert my_lanes == order.window(0, min(change * global_batch, n))
+    early = samples_in_steps(order, global_batch, drop_last, lanes, before, 0, change)
+    late = samples_in_steps(order, global_batch, drop_last, lanes, after, change, steps)
+    assert early == order.window(0, min(change * global_batch, n))
     kept = n // global_batch * global_batch if drop_last else n
-    assert my_lanes + rest == order.window(0, kept)
-    assert len(set(my_lanes + rest)) == kept
+    assert early + late == order.window(0, kept)
+    assert len(set(early + late)) == kept
 
 
 def test_the_last_batch_is_short_or_dropped() -> None:
-    assert [batch_of(10, 4, step, drop_last=False) for step in range(3)] == [(0, 4), (4, 8), (8, 10)]
+    assert [batch_positions(10, 4, step, drop_last=False) for step in range(3)] == [(0, 4), (4, 8), (8, 10)]
     assert steps_per_epoch(10, 4, drop_last=True) == 2
     assert steps_per_epoch(3, 4, drop_last=True) == 0
     assert steps_per_epoch(8, 4, drop_last=True) == steps_per_epoch(8, 4, drop_last=False) == 2
     for step, drop_last in ((3, False), (2, True), (-1, False)):
         with pytest.raises(InvariantError, match="no step"):
-            batch_of(10, 4, step, drop_last)
+            batch_positions(10, 4, step, drop_last)
     for n, global_batch in ((0, 4), (4, 0)):
         with pytest.raises(UsageError, match="make no step"):
             steps_per_epoch(n, global_batch, drop_last=False)
 
 
-def test_seeds_do_not_meet() -> None:
+def test_different_uses_get_different_seeds() -> None:
     salts = (SAMPLE, COLLATE, SAMPLER, STREAM, MODEL, EVALUATION)
     numbers = (0, 1, 2, 3, 255, 256, 1 << 20, 1 << 40)
     found = [sample_seed(seed, epoch, index, salt) for seed in numbers for epoch in numbers for index in numbers for salt in salts]
@@ -195,7 +197,7 @@ def test_seeds_do_not_meet() -> None:
 
 @given(seeds, epochs, st.integers(0, 1 << 40), st.integers(0, 62), st.sampled_from(["seed", "epoch", "index"]))
 @settings(max_examples=200)
-def test_one_bit_moves_about_half_of_a_seed(seed: int, epoch: int, index: int, bit: int, which: str) -> None:
+def test_one_bit_changes_about_half_of_a_seed(seed: int, epoch: int, index: int, bit: int, which: str) -> None:
     numbers = {"seed": seed, "epoch": epoch, "index": index}
     numbers[which] ^= 1 << bit
     assert 8 <= (sample_seed(seed, epoch, index) ^ sample_seed(**numbers)).bit_count() <= 55

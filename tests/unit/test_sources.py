@@ -1,4 +1,4 @@
-"""Sources assign_lanes every sample once, the same ones whoever asks, with and without loader processes."""
+"""Sources load every sample once, the same samples on any number of workers, with and without loader processes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import random
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from torch.utils.data import (
 from lockstep.data.map_source import MapSource
 from lockstep.data.open_source import open_source
 from lockstep.data.seeding import SavedRandomness, preserved_randomness, seed_everything
-from lockstep.data.source import MicroBatch, Source
+from lockstep.data.source import LoaderOptions, MicroBatch, Source
 from lockstep.data.stream_source import StreamSource
 from lockstep.errors import InvariantError, UsageError
 from lockstep.plan.lanes import assign_lanes
@@ -42,11 +43,11 @@ processes = pytest.mark.parametrize("num_workers", [0, 2])
 
 @pytest.fixture
 def opened() -> Iterator[Opener]:
-    """open_source, closed again, with no process left behind."""
+    """open_source, with every source closed at the end and no process left behind."""
     sources: list[Source] = []
 
     def opener(dataset: Any, **arguments: Any) -> Any:
-        source = open_source(dataset, **{"lanes": 4, "global_batch": 8, "seed": 3, **arguments})
+        source = open_source(dataset, LoaderOptions(**{"lanes": 4, "global_batch": 8, "seed": 3, **arguments}))
         sources.append(source)
         return source
 
@@ -84,7 +85,7 @@ class Noisy(Dataset[Any]):
         return [index, *noise()]
 
 
-class Whole(Noisy):
+class Batched(Noisy):
     def __getitem__(self, index: int) -> list[float]:
         raise NotImplementedError
 
@@ -102,7 +103,7 @@ class Stream(IterableDataset[Any]):
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[list[float]]:
-        # as torch's documentation advises; a process that took it at its word would lose half of the elements
+        # as torch's documentation advises: if a loader process saw its worker info, half of the elements would be lost
         info = get_worker_info()
         ahead = list(range(self.first, self.first + self.n))[info.id if info else 0 :: info.num_workers if info else 1]
         while ahead:
@@ -134,7 +135,7 @@ def drain(source: Source) -> Iterator[MicroBatch]:
 
 
 def epoch_of(source: Source, workers: int, lanes: int, epoch: int = 0, step: int = 0, steps: int | None = None) -> list[MicroBatch]:
-    """What so many workers are my_lanes, one after the other, in order of (step, lane), without stand-ins."""
+    """What this many workers load, one after the other, sorted by (step, lane), without placeholder batches."""
     found = []
     for mine in assign_lanes(lanes, workers):
         source.seek(epoch, step, mine)
@@ -153,8 +154,8 @@ def indices(micros: Iterable[MicroBatch]) -> list[int]:
 
 
 @processes
-@pytest.mark.parametrize("kind", [Noisy, Whole])
-def test_samples_do_not_depend_on_who_loads_them(opened: Opener, num_workers: int, kind: type) -> None:
+@pytest.mark.parametrize("kind", [Noisy, Batched])
+def test_samples_do_not_depend_on_the_number_of_workers_or_processes(opened: Opener, num_workers: int, kind: type) -> None:
     alone = epoch_of(opened(kind(45), shuffle=True, collate_fn=with_noise), workers=1, lanes=4)
     source = opened(kind(45), shuffle=True, collate_fn=with_noise, num_workers=num_workers)
     for workers in (1, 2, 3):
@@ -191,10 +192,10 @@ def test_epochs_follow_each_other_in_new_orders_and_then_end(opened: Opener, num
     ]
     with pytest.raises(StopIteration):
         source.take()
-    source.seek(2, 2, (0, 4))  # the last step failed, when all was prefetched and the end was seen
+    source.seek(2, 2, (0, 4))  # the last step failed after everything was prefetched and the end was seen
     assert list(drain(source)) == micros[-2:]
     assert (source.steps_in_epoch, source.steps, source.length) == (3, 9, 18)
-    assert [source.samples(step) for step in range(4)] == [8, 8, 2, 8]
+    assert [source.samples_in_step(step) for step in range(4)] == [8, 8, 2, 8]
 
 
 @processes
@@ -231,7 +232,7 @@ def test_seeking_to_the_end_of_an_epoch_is_the_start_of_the_next(opened: Opener)
 
 
 @processes
-def test_a_worker_without_samples_gets_a_stand_in(opened: Opener, num_workers: int) -> None:
+def test_a_worker_without_samples_gets_a_placeholder_batch(opened: Opener, num_workers: int) -> None:
     source = opened(Noisy(9), collate_fn=listed, num_workers=num_workers)
     source.seek(0, 0, (0, 2))
     assert [(micro.step, micro.lane, micro.count, len(micro.batch)) for micro in drain(source)] == [
@@ -241,8 +242,8 @@ def test_a_worker_without_samples_gets_a_stand_in(opened: Opener, num_workers: i
     ]
     source = opened(Noisy(11), collate_fn=listed, num_workers=num_workers)
     source.seek(0, 1, (0, 1))
-    (stand_in,) = drain(source)
-    assert (stand_in.count, [sample[0] for sample in stand_in.batch]) == (0, [8, 9])
+    (placeholder,) = drain(source)
+    assert (placeholder.count, [sample[0] for sample in placeholder.batch]) == (0, [8, 9])
 
 
 def test_skipped_samples_are_not_touched(opened: Opener) -> None:
@@ -321,7 +322,7 @@ def test_a_dataset_that_raises_stop_iteration_does_not_end_the_run(opened: Opene
         source.take()
 
 
-def test_loader_processes_do_not_begin_on_what_is_not_wanted_any_more(opened: Opener, tmp_path: Path) -> None:
+def test_loader_processes_skip_requests_of_an_earlier_series(opened: Opener, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     os.mkfifo(gate)
 
@@ -334,7 +335,7 @@ def test_loader_processes_do_not_begin_on_what_is_not_wanted_any_more(opened: Op
 
     source = opened(Slow(64), lanes=1, global_batch=1, num_workers=1, prefetch_factor=4, collate_fn=listed)
     source.seek(0, 0, (0, 1))
-    assert source.take().step == 0  # 1 to 4 are on their way
+    assert source.take().step == 0  # steps 1 to 4 are being prefetched
     source.seek(0, 20, (0, 1))
     gate.write_bytes(b"")
     assert source.take().step == 20
@@ -398,7 +399,7 @@ def test_running_a_sampler_leaves_the_generators_alone(opened: Opener) -> None:
 
 @processes
 @pytest.mark.parametrize("kind", [Stream, Sharded])
-def test_a_stream_does_not_depend_on_who_reads_it(opened: Opener, num_workers: int, kind: type[Stream]) -> None:
+def test_a_stream_does_not_depend_on_the_number_of_its_readers(opened: Opener, num_workers: int, kind: type[Stream]) -> None:
     alone = epoch_of(opened(kind(45), collate_fn=with_noise), 1, 4, steps=8)
     assert sorted(int(sample[0]) for micro in alone for sample in micro.batch[0]) == list(range(45))
     source = opened(kind(45), collate_fn=with_noise, num_workers=num_workers)
@@ -409,7 +410,7 @@ def test_a_stream_does_not_depend_on_who_reads_it(opened: Opener, num_workers: i
 
 @processes
 @pytest.mark.parametrize("kind", [Stream, Sharded])
-def test_a_stream_is_sought_by_reading(opened: Opener, num_workers: int, kind: type[Stream]) -> None:
+def test_seeking_in_a_stream_reads_up_to_the_position(opened: Opener, num_workers: int, kind: type[Stream]) -> None:
     source = opened(kind(100), collate_fn=listed, num_workers=num_workers, epochs=2)
     whole = epoch_of(source, 1, 4, epoch=1, steps=13)
     assert sorted(indices(whole)) == list(range(1000, 1100))
@@ -429,7 +430,7 @@ def test_a_stream_is_sought_by_reading(opened: Opener, num_workers: int, kind: t
 
 
 @pytest.mark.parametrize("global_batch", [8, 9, 11])
-def test_a_stream_is_dealt_as_a_map_is(opened: Opener, global_batch: int) -> None:
+def test_a_stream_is_divided_like_a_map_style_dataset(opened: Opener, global_batch: int) -> None:
     def plain() -> Any:
         class Plain:
             def __iter__(self) -> Iterator[list[int]]:
@@ -442,7 +443,7 @@ def test_a_stream_is_dealt_as_a_map_is(opened: Opener, global_batch: int) -> Non
 
 
 @processes
-def test_an_ended_stream_goes_on_with_stand_ins(opened: Opener, num_workers: int) -> None:
+def test_an_ended_stream_gives_placeholder_batches(opened: Opener, num_workers: int) -> None:
     source = opened(Stream(11), collate_fn=listed, num_workers=num_workers)
     source.seek(0, 1, (0, 4))
     micros = [source.take() for _ in range(12)]
@@ -454,7 +455,7 @@ def test_an_ended_stream_goes_on_with_stand_ins(opened: Opener, num_workers: int
         (2, 0, 0),
     ]
     assert all(1 <= len(micro.batch) <= 2 for micro in micros)
-    source.seek(0, 40, (2, 3))  # a newcomer, when all is over
+    source.seek(0, 40, (2, 3))  # a newcomer, after the end of the stream
     assert source.take().count == 0
     assert source.take().batch
 
@@ -515,14 +516,14 @@ def test_an_object_that_rewinds_itself_is_a_stream(opened: Opener) -> None:
 
 
 @pytest.mark.parametrize("dataset", [Noisy(20), Stream(20)])
-def test_a_source_must_be_sought_first(opened: Opener, dataset: Any) -> None:
+def test_a_source_needs_a_seek_first(opened: Opener, dataset: Any) -> None:
     source = opened(dataset)
     with pytest.raises(InvariantError, match="before its first"):
         source.take()
 
 
 @pytest.mark.parametrize("dataset", [Noisy(20), Stream(20), TensorDataset(torch.rand(20, 1))])
-def test_loader_processes_draw_nothing_here(opened: Opener, dataset: Any) -> None:
+def test_loader_processes_draw_nothing_from_this_process_generators(opened: Opener, dataset: Any) -> None:
     saved = SavedRandomness()
     expected = noise()
     saved.restore()
@@ -540,7 +541,7 @@ OK: dict[str, Any] = {"lanes": 8, "global_batch": 8}
     [
         (Noisy(0), {}, r"len\(dataset\) is 0"),
         (Noisy(9), {"sampler": []}, "the sampler gives no samples"),
-        (Noisy(9), {"global_batch": 0}, "global_batch=0: a step needs at least one sample"),
+        (Noisy(9), {"global_batch": 0}, "global_batch=0: a step needs at least 1 sample"),
         (
             Noisy(9),
             {"global_batch": 4},
@@ -566,9 +567,9 @@ OK: dict[str, Any] = {"lanes": 8, "global_batch": 8}
         (7, {}, "int is not a dataset"),
     ],
 )
-def test_what_cannot_work_is_said_at_once(dataset: Any, arguments: dict[str, Any], message: str) -> None:
+def test_options_that_cannot_work_are_refused_at_once(dataset: Any, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        open_source(dataset, **{**OK, **arguments})
+        open_source(dataset, LoaderOptions(**{**OK, **arguments}))
 
 
 def test_a_sampler_that_changes_its_length_is_refused(opened: Opener) -> None:
@@ -581,9 +582,9 @@ def test_a_sampler_that_changes_its_length_is_refused(opened: Opener) -> None:
 
 
 def test_map_source_counts_its_steps() -> None:
-    arguments: dict[str, Any] = {"lanes": 2, "global_batch": 8, "epochs": 2, "seed": 0, "shuffle": True}
-    assert MapSource(Noisy(20), drop_last=False, **arguments).steps == 6
-    assert MapSource(Noisy(20), drop_last=True, **arguments).steps == 4
+    options = LoaderOptions(lanes=2, global_batch=8, epochs=2, shuffle=True)
+    assert MapSource(Noisy(20), options).steps == 6
+    assert MapSource(Noisy(20), replace(options, drop_last=True)).steps == 4
 
 
 # seeding

@@ -128,7 +128,7 @@ class _LoopbackPending:
                 )
                 self._hub.broken = error
                 self._hub.changed.notify_all()
-        raise error.again()
+        raise error.copy()
 
     def done(self) -> bool:
         return self._round.over
@@ -180,7 +180,7 @@ class Loopback:
         if self._closed:
             raise UsageError(f"rank {self.rank} used its comm for {what} after closing it.")
         if self.hub.broken is not None:
-            raise self.hub.broken.again()
+            raise self.hub.broken.copy()
         index = self._operations
         self._operations += 1
         if self.hub.faults.get(self.rank) == index:

@@ -37,7 +37,7 @@ class PeerHealth:
     def again(self) -> PeerError:
         """The error that ended this comm, as a new exception."""
         assert self.error is not None
-        return self.error.again()
+        return self.error.copy()
 
     def explain(self, count: int, what: str, waited_s: float, cause: str = "") -> PeerError:
         """A wait for operation ``count`` was in vain: find out why, once for all."""

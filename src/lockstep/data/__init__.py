@@ -1,1 +1,1 @@
-"""From a dataset to the micro-batches of a worker's lanes. Knows nothing of gradients, messages or failures."""
+"""Loads a dataset as the micro-batches of a worker's lanes. Knows nothing of gradients, messages or failures."""

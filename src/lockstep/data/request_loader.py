@@ -1,13 +1,14 @@
-"""One torch DataLoader that answers requests in order, and can change its mind. Knows nothing of samples, lanes or steps.
+"""RequestLoader: one torch DataLoader that fetches a series of requests, and can switch to another series at any time.
 
-The loader is never told that anything ends, so its processes live as long as the feed: past the
-last request it is asked for nothing, again and again. Every request carries the number of the turn
-in which it was made, and so does its answer:
+Knows nothing of samples, lanes or steps.
 
-    turn(A)  A0 A1 A2 ...prefetched... A5 A6 | turn(B)  B0 B1 ...
-    next()   A0 A1                           |          (A2 ... A6 are dropped)  B0 B1
+A plain DataLoader would have to be restarted, with all its processes, whenever the requests change. This one never ends:
+after the last request it is given empty requests. Every request carries the number of its series, and so does its result:
 
-Loader processes see the current turn in shared memory and do not begin on a request of an earlier one.
+    start_series(A)   A0 A1 A2 ...prefetched... A5 A6 | start_series(B)  B0 B1 ...
+    next()            A0 A1                           |                  B0 B1 ...   (A2 to A6 are dropped)
+
+Loader processes read the number of the current series from shared memory, and skip requests of an earlier series.
 """
 
 from __future__ import annotations
@@ -23,98 +24,104 @@ from torch.utils.data import DataLoader, Dataset
 from lockstep.errors import InvariantError
 
 Request = Any
-Fetch = Callable[[Request], Any]
 
 
 class RequestLoader:
-    """``fetch(request)`` for one request after the other, ahead of time in ``num_workers`` processes (0: right here).
+    """Calls ``fetch(request)`` for each request in order, ahead of time in ``num_workers`` processes (0: in this process).
 
-    ``fetch`` is copied into each process. Answers are plain data: with ``pin_memory`` torch pins the
-    tensors it finds in tuples, lists and mappings.
+    ``fetch`` is copied into each process. With ``pin_memory`` torch pins the tensors that it finds in tuples, lists and mappings.
     """
 
-    def __init__(self, fetch: Fetch, num_workers: int, pin_memory: bool | None, prefetch_factor: int | None = None) -> None:
+    def __init__(self, fetch: Callable[[Request], Any], num_workers: int, pin_memory: bool, prefetch_factor: int | None) -> None:
         self.num_workers = num_workers
-        self._requests = _Requests()
+        self._requests = _RequestSampler()
         self._loader: DataLoader[Any] = DataLoader(
-            _Answers(fetch, self._requests.turn),
+            _RequestDataset(fetch, self._requests.series),
             batch_size=None,
-            sampler=self._requests,  # type: ignore[arg-type]  # an endless iterable will do
+            sampler=self._requests,  # type: ignore[arg-type]  # torch accepts any iterable
             num_workers=num_workers,
-            collate_fn=_as_it_is,
-            pin_memory=torch.cuda.is_available() if pin_memory is None else pin_memory,
+            collate_fn=_unchanged,
+            pin_memory=pin_memory,
             prefetch_factor=prefetch_factor if num_workers else None,
-            generator=torch.Generator(),  # without one it would draw from the global generator
-            worker_init_fn=_outlive_one_sigterm if num_workers else None,
+            generator=torch.Generator(),  # without one, the loader would draw from the global generator
+            worker_init_fn=_ignore_first_sigterm if num_workers else None,
         )
-        self._answers: Any = None
+        self._results: Any = None
 
-    def turn(self, requests: Iterator[Request]) -> None:
-        """From now on answer these; whatever is on its way is dropped."""
-        self._requests.turn.value += 1
+    def start_series(self, requests: Iterator[Request]) -> None:
+        """Fetch these requests from now on. Results of earlier requests that are still on their way are dropped."""
+        self._requests.series.value += 1
         self._requests.pending = requests
 
     def next(self) -> Any:
-        """The answer to the next request of the current turn. Waits for ``fetch``. StopIteration when there is none."""
+        """Return the result of the next request of the current series. Waits for ``fetch``.
+
+        Raises:
+            StopIteration: After the last request of the series.
+        """
         if self._requests.pending is None:
-            raise InvariantError("a feed was asked before its first turn, or after close()")
-        if self._answers is None:
-            self._answers = iter(self._loader)
+            raise InvariantError("a source was asked for a batch before its first seek(), or after close()")
+        if self._results is None:
+            self._results = iter(self._loader)
         while True:
-            turn, ended, answer = next(self._answers)
-            if turn != self._requests.turn.value:
+            series, ended, result = next(self._results)
+            if series != self._requests.series.value:
                 continue
             if ended:
                 raise StopIteration
-            return answer
+            return result
 
     def close(self) -> None:
-        """End the processes and wait until they are gone."""
-        answers, self._answers, self._requests.pending = self._answers, None, None
-        # torch does this when the last reference goes, but a traceback somewhere may hold one.
-        shutdown = getattr(answers, "_shutdown_workers", None)
+        """End the loader processes and wait for their end. May be called twice."""
+        results, self._results, self._requests.pending = self._results, None, None
+        # torch does this when the last reference to the iterator goes, but a traceback may keep a reference.
+        shutdown = getattr(results, "_shutdown_workers", None)
         if shutdown is not None:
             shutdown()
 
 
-class _Requests:
-    """What torch takes for the sampler: tags each request with its turn, and never ends."""
+class _RequestSampler:
+    """Passed to torch as the sampler: an endless iterable of (series, has the series ended, request)."""
 
     def __init__(self) -> None:
-        self.turn: Any = RawValue("q", 0)
+        self.series: Any = RawValue("q", 0)
         self.pending: Iterator[Request] | None = None
 
-    def __iter__(self) -> _Requests:
+    def __iter__(self) -> _RequestSampler:
         return self
 
     def __next__(self) -> tuple[int, bool, Request]:
         assert self.pending is not None
         for request in self.pending:
-            return self.turn.value, False, request
-        return self.turn.value, True, None
+            return self.series.value, False, request
+        return self.series.value, True, None
 
 
-class _Answers(Dataset[Any]):
-    """What torch takes for the dataset."""
+class _RequestDataset(Dataset[Any]):
+    """Passed to torch as the dataset: indexing it with what the sampler gives fetches the request."""
 
-    def __init__(self, fetch: Fetch, turn: Any) -> None:
+    def __init__(self, fetch: Callable[[Request], Any], current_series: Any) -> None:
         self._fetch = fetch
-        self._turn = turn
+        self._current_series = current_series
 
-    def __getitem__(self, asked: tuple[int, bool, Request]) -> tuple[int, bool, Any]:
-        turn, ended, request = asked
-        if ended or turn != self._turn.value:
-            return turn, ended, None
+    def __getitem__(self, item: tuple[int, bool, Request]) -> tuple[int, bool, Any]:
+        series, ended, request = item
+        if ended or series != self._current_series.value:
+            return series, ended, None
         try:
-            return turn, ended, self._fetch(request)
+            return series, ended, self._fetch(request)
         except StopIteration as error:
-            raise RuntimeError("the dataset raised StopIteration, which would pass for the end of the last epoch") from error
+            raise RuntimeError(
+                "the dataset raised StopIteration, which would look like the end of the last epoch. "
+                "Raise another exception from the dataset."
+            ) from error
 
 
-def _outlive_one_sigterm(number: int) -> None:
-    """In a loader's process. A SIGTERM to the whole group is for its parent, which wants to finish the step, and save.
+def _ignore_first_sigterm(worker_id: int) -> None:
+    """Make this loader process ignore one SIGTERM.
 
-    The second one is heeded: at the end torch asks once, and multiprocessing again.
+    A SIGTERM to the whole process group asks the training process to finish its step and save, which needs the loader. The second
+    SIGTERM ends the loader process: at the end torch sends the first one and multiprocessing the second.
     """
 
     def handle(*_: object) -> None:
@@ -123,5 +130,5 @@ def _outlive_one_sigterm(number: int) -> None:
     signal.signal(signal.SIGTERM, handle)
 
 
-def _as_it_is(answer: Any) -> Any:
-    return answer
+def _unchanged(result: Any) -> Any:
+    return result

@@ -1,7 +1,7 @@
-"""The global random generators of a process: seeded all at once, saved and restored. Knows not what the seeds mean.
+"""Seeds, saves and restores all global random generators of a process. Knows nothing of what the seeds are for.
 
-torch (CPU and the current CUDA device), Python's ``random`` and numpy's legacy state. numpy is not
-needed: it is seeded only where somebody else has imported it, as torch does where it is installed.
+The generators are torch's (CPU and the current CUDA device), Python's ``random`` and numpy's legacy global one. numpy is
+optional: its generator is seeded only if numpy has been imported, which torch does if numpy is installed.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ import torch
 
 
 def seed_everything(seed: int) -> None:
-    """Seed every global generator of this process from one number of up to 63 bits. About 10 microseconds."""
+    """Seed every global generator of this process from a number of up to 63 bits. Takes about 10 microseconds."""
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        # torch and numpy both start a Mersenne twister from 32 bits: the same ones would give both the same stream.
+        # torch and numpy both start a Mersenne twister from 32 bits: equal seeds would give both the same numbers.
         numpy.random.seed(((seed + 1) * 0x9E3779B97F4A7C15 >> 32) & 0xFFFFFFFF)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed(seed)
 
 
 class SavedRandomness:
-    """The state of every global generator at the time it was made. ``restore()`` puts it back, any number of times."""
+    """The state of every global generator at construction."""
 
     def __init__(self) -> None:
         numpy = sys.modules.get("numpy")
@@ -38,6 +38,7 @@ class SavedRandomness:
         self._cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
 
     def restore(self) -> None:
+        """Set every generator back to the saved state. May be called any number of times."""
         random.setstate(self._python)
         torch.default_generator.set_state(self._torch)
         if self._numpy is not None:
@@ -48,7 +49,7 @@ class SavedRandomness:
 
 @contextmanager
 def preserved_randomness() -> Iterator[None]:
-    """Whatever the body draws or seeds, the generators are afterwards as they were before."""
+    """Restore every generator at the end of the block, whatever the block draws or seeds."""
     saved = SavedRandomness()
     try:
         yield

@@ -1,120 +1,141 @@
-"""Shard: what the user's loop iterates over. Deals this worker's lanes of every step, turn by turn.
+"""Shard: what the user's loop iterates over. It loads the micro-batches of this worker's lanes, step by step.
 
-Owns the order of events in a loop; what happens at each is the driver's (``Run``'s) business:
+A Shard owns the order of the events in a loop. Its Driver (training/loop.py) owns what happens at each event:
 
-    enter  [start_epoch  [start_step  [start_micro_batch  <loop body>  end_micro_batch]... ]... ]... exhausted  leave
+    enter_loop
+      start_epoch                                              for each epoch, and again after each change of workers
+        start_step                                             for each step
+          start_micro_batch   <loop body>   end_micro_batch    for each micro-batch of this worker
+    loop_ended or loop_abandoned
+    leave_loop
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from lockstep.data.map_source import MapSource
-from lockstep.data.source import MicroBatch
+from lockstep.data.open_source import open_source
+from lockstep.data.source import LoaderOptions, MicroBatch
 from lockstep.data.stream_source import StreamSource
 from lockstep.errors import InvariantError, UsageError
 from lockstep.plan.lanes import MicroBatchPlan, cut, plan_micro_batches
+from lockstep.plan.samples import MODEL, sample_seed
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One step of a loop: where it lies, and how many samples each lane of the whole run has."""
+    """One step of a loop: its position, and the number of samples in each lane of the whole run."""
 
     epoch: int
     index: int
-    """Within the epoch."""
+    """Counted within the epoch."""
     counts: tuple[int, ...]
     ends_epoch: bool
 
 
 class StepRestarted(Exception):
-    """Raised by the driver: the world has changed, and with it this worker's lanes. Deal again from the driver's position."""
+    """Raised by the driver after a change of workers: the shard loads again from the driver's position, for the new lanes."""
 
 
 class Driver(Protocol):
-    """Who is told what happens in the loop. ``lanes``: this worker's, [first, last)."""
+    """What a Shard calls at each event of a loop. Every method may raise StepRestarted if it talks to other workers."""
 
     @property
-    def lanes_here(self) -> tuple[int, int]: ...
+    def lanes_here(self) -> tuple[int, int]:
+        """This worker's lanes, [first, last)."""
 
     @property
     def position(self) -> tuple[int, int]:
-        """(epoch, step in it) of the next step to commit in this loop."""
+        """(epoch, step in the epoch) of the next step to commit in this loop."""
 
     def enter_loop(self, shard: Shard) -> int | None:
-        """A loop begins. Returns the number of this stage; None where the run has passed it already."""
+        """A loop over a shard begins.
+
+        Returns the loop's stage (the number of loops over shards that the script has begun before), or None if the run has
+        completed this loop already: before this worker joined, or before the run was resumed.
+        """
 
     def empty_epoch(self) -> None:
-        """A stream had no sample at all in this epoch."""
+        """A stream has no sample in the current epoch: move to the next epoch."""
 
     def start_epoch(self, order: int) -> None:
-        """``order``: a fingerprint of the order in which samples come, which must be equal on every worker."""
+        """An epoch begins, or continues after a change of workers.
 
-    def start_step(self, step: StepPlan) -> None: ...
+        ``order`` is a fingerprint of the order of the samples, which must be equal on every worker. 0: nothing to compare.
+        """
+
+    def start_step(self, step: StepPlan) -> None:
+        """A step begins. The first of its micro-batches is loaded already."""
 
     @property
-    def records_samples(self) -> bool: ...
+    def records_samples(self) -> bool:
+        """Whether to call ``note_samples``: only if the run writes a ledger."""
 
     def note_samples(self, lane: int, samples: list[int]) -> None:
-        """For the ledger: the next turn's samples, by their numbers."""
+        """The dataset indices of the next micro-batch, for the ledger."""
 
-    def start_micro_batch(self, lane: int, is_last: bool) -> None: ...
+    def start_micro_batch(self, lane: int, is_last: bool) -> None:
+        """The loop body is about to run. ``is_last``: on this worker's last micro-batch of the step."""
 
-    def end_micro_batch(self) -> None: ...
+    def end_micro_batch(self) -> None:
+        """The loop body has ended."""
 
     def loop_ended(self) -> None:
-        """The loop has come to its end, on every worker."""
+        """All epochs are complete, on every worker."""
 
     def loop_abandoned(self) -> None:
-        """The loop was left by ``break``, or by an exception in its body."""
+        """The user left the loop, by ``break`` or by an exception in the loop body."""
 
     def leave_loop(self) -> None:
-        """The loop is over: at its end, by ``break``, or by an exception."""
+        """Called last, however the loop ended."""
 
     def gather_counts(self, counts: Sequence[int]) -> tuple[int, ...]:
-        """Every lane's count, from those of this worker's lanes. Collective."""
+        """Return the sample count of every lane of the run, from those of this worker's lanes. All workers must call it."""
 
 
 class Shard:
-    """Iterate over it as over a DataLoader. ``len()`` is the number of steps; a worker with several lanes has several turns in one.
+    """The iterable that ``run.shard`` returns: iterate over it as over a DataLoader.
 
-    ``open_source(stage)`` makes the source; a second loop over the same shard is a new stage with a new order.
+    One iteration is one micro-batch. ``len(shard)`` is the number of steps: a worker with several lanes has several iterations
+    in a step. A second loop over the same shard has a new order.
+
+    Raises:
+        UsageError: If the dataset cannot be loaded with these options.
     """
 
-    def __init__(
-        self,
-        driver: Driver,
-        open_source: Callable[[int], MapSource | StreamSource],
-        lanes: int,
-        epochs: int,
-        settings: dict[str, Any],
-    ) -> None:
-        self._driver, self._open, self._lanes, self._epochs = driver, open_source, lanes, epochs
-        """What must be equal on every worker."""
-        source = open_source(0)  # so that mistakes are told where they are made
+    def __init__(self, driver: Driver, dataset: Any, options: LoaderOptions) -> None:
+        self._driver, self._dataset, self._options = driver, dataset, options
+        source = open_source(dataset, options)  # reports wrong arguments here, not at the first iteration
         self._steps = source.steps if isinstance(source, MapSource) else None
-        self.settings = {"length": source.length if isinstance(source, MapSource) else None, **settings}
+        self.settings: dict[str, Any] = {
+            "length": source.length if isinstance(source, MapSource) else None,
+            "global_batch": options.global_batch,
+            "shuffle": options.shuffle,
+            "epochs": options.epochs,
+            "drop_last": options.drop_last,
+        }
+        """What must be equal on every worker."""
 
     def __len__(self) -> int:
         if self._steps is None:
-            raise TypeError("a stream has no length: how many steps it gives is known at its end")
+            raise TypeError("an iterable dataset has no length: its number of steps is known only at its end")
         return self._steps
 
     def __iter__(self) -> Iterator[Any]:
         stage = self._driver.enter_loop(self)
         if stage is None:
             return
-        source = self._open(stage)
+        seed = self._options.seed if stage == 0 else sample_seed(self._options.seed, stage, 0, MODEL)
+        source = open_source(self._dataset, replace(self._options, seed=seed))
         try:
-            while self._driver.position[0] < self._epochs:  # again after each change of the world
+            while self._is_incomplete():
                 try:
-                    for micro, is_last in (
-                        self._map_micro_batches(source) if isinstance(source, MapSource) else self._stream_micro_batches(source)
-                    ):
-                        self._driver.start_micro_batch(micro.lane, is_last)
-                        yield micro.batch
+                    for micro_batch, is_last in self._micro_batches(source):
+                        self._driver.start_micro_batch(micro_batch.lane, is_last)
+                        yield micro_batch.batch
                         self._driver.end_micro_batch()
                 except StepRestarted:
                     continue
@@ -126,56 +147,63 @@ class Shard:
             source.close()
             self._driver.leave_loop()
 
+    def _is_incomplete(self) -> bool:
+        return self._driver.position[0] < self._options.epochs
+
+    def _micro_batches(self, source: MapSource | StreamSource) -> Iterator[tuple[MicroBatch, bool]]:
+        """Yield (micro-batch, whether it is this worker's last of the step) from the driver's position to the end of the loop."""
+        return self._map_micro_batches(source) if isinstance(source, MapSource) else self._stream_micro_batches(source)
+
     def _map_micro_batches(self, source: MapSource) -> Iterator[tuple[MicroBatch, bool]]:
-        """From the driver's position on; it moves on when a step commits."""
         lanes = self._driver.lanes_here
         source.seek(*self._driver.position, lanes)
-        fresh = True
-        while self._driver.position[0] < self._epochs:
+        is_first = True
+        while self._is_incomplete():
             epoch, index = self._driver.position
-            if fresh or index == 0:
-                self._driver.start_epoch(source.fingerprint(epoch))
-            fresh = False
-            cuts = cut(source.samples(index), self._lanes)
-            turns = plan_micro_batches(lanes, cuts)
-            micro = source.take()
+            if is_first or index == 0:
+                self._driver.start_epoch(source.order_fingerprint(epoch))
+            is_first = False
+            cuts = cut(source.samples_in_step(index), self._options.lanes)
+            plans = plan_micro_batches(lanes, cuts)
+            micro_batch = source.take()
             counts = tuple(stop - start for start, stop in cuts)
             self._driver.start_step(StepPlan(epoch, index, counts, index == source.steps_in_epoch - 1))
-            for at, turn in enumerate(turns):
-                micro = micro if at == 0 else source.take()
-                _require_match(micro, epoch, index, turn)
+            for number, plan in enumerate(plans):
+                micro_batch = micro_batch if number == 0 else source.take()
+                _require_match(micro_batch, epoch, index, plan)
                 if self._driver.records_samples:
-                    self._driver.note_samples(turn.lane, source.indices(epoch, index, turn))
-                yield micro, at == len(turns) - 1
+                    self._driver.note_samples(plan.lane, source.sample_indices(epoch, index, plan))
+                yield micro_batch, number == len(plans) - 1
 
     def _stream_micro_batches(self, source: StreamSource) -> Iterator[tuple[MicroBatch, bool]]:
         lanes = self._driver.lanes_here
-        while self._driver.position[0] < self._epochs:
+        while self._is_incomplete():
             epoch, index = self._driver.position
             self._driver.start_epoch(0)
             source.seek(epoch, index, lanes)
-            micros, counts = self._next_of_stream(source, lanes)
+            step, counts = self._next_stream_step(source, lanes)
             if not any(counts):
                 self._driver.empty_epoch()
             while any(counts):
-                following = self._next_of_stream(source, lanes)  # whether this one ends the epoch
-                self._driver.start_step(StepPlan(epoch, index, counts, not any(following[1])))
-                turns = [micro for micro in micros if micro.count] or micros[:1]
-                if turns[0].batch is None:
+                next_step, next_counts = self._next_stream_step(source, lanes)  # needed to know whether this step ends the epoch
+                self._driver.start_step(StepPlan(epoch, index, counts, not any(next_counts)))
+                micro_batches = [each for each in step if each.count] or step[:1]
+                if micro_batches[0].batch is None:
                     raise UsageError(
-                        f"lanes {lanes[0]} to {lanes[1] - 1} of the stream never had a sample: it has fewer parts than there are "
-                        f"lanes ({self._lanes}). Pass fewer lanes, or a dataset with more shards."
+                        f"lanes {lanes[0]} to {lanes[1] - 1}, which this worker runs, have no samples: dataset.shard() fills fewer "
+                        f"shards than there are lanes ({self._options.lanes}). Pass fewer lanes, or a dataset with more shards."
                     )
-                for at, micro in enumerate(turns):
-                    yield micro, at == len(turns) - 1
-                micros, counts = following
+                for number, micro_batch in enumerate(micro_batches):
+                    yield micro_batch, number == len(micro_batches) - 1
+                step, counts = next_step, next_counts
                 index += 1
 
-    def _next_of_stream(self, source: StreamSource, lanes: tuple[int, int]) -> tuple[list[MicroBatch], tuple[int, ...]]:
-        micros = [source.take() for _ in range(*lanes)]
-        return micros, self._driver.gather_counts([micro.count for micro in micros])
+    def _next_stream_step(self, source: StreamSource, lanes: tuple[int, int]) -> tuple[list[MicroBatch], tuple[int, ...]]:
+        """Load the next step of a stream. Returns this worker's micro-batches and the sample count of every lane of the run."""
+        step = [source.take() for _ in range(*lanes)]
+        return step, self._driver.gather_counts([micro_batch.count for micro_batch in step])
 
 
-def _require_match(micro: MicroBatch, epoch: int, index: int, turn: MicroBatchPlan) -> None:
-    if (micro.epoch, micro.step, micro.lane, micro.count) != (epoch, index, turn.lane, turn.stop - turn.start):
-        raise InvariantError(f"the source gave {micro.epoch, micro.step, micro.lane} for step {index} of epoch {epoch}, {turn}")
+def _require_match(found: MicroBatch, epoch: int, index: int, plan: MicroBatchPlan) -> None:
+    if (found.epoch, found.step, found.lane, found.count) != (epoch, index, plan.lane, plan.stop - plan.start):
+        raise InvariantError(f"the source returned {found.epoch, found.step, found.lane} for step {index} of epoch {epoch}, {plan}")

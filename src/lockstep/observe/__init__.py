@@ -1,1 +1,1 @@
-"""What a run tells about itself."""
+"""What a run reports about itself: logged values, the ledger of its samples, notices."""

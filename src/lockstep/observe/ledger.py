@@ -1,8 +1,8 @@
-"""The ledger: which samples each worker put into which step, and which steps committed. Append-only files, one per worker.
+"""The ledger: which samples each worker put into which step, and which steps committed. One append-only file per worker.
 
-A worker writes what it holds before the first bucket of its last lane leaves, and one more line when
-it commits. A commit means that every member of that generation had sent its buckets, hence had
-written its line: the ledger is whole whoever is killed and when. ``audit`` reads it back.
+A worker writes the samples of a step before it sends the first bucket of its last lane, and another line when the step commits.
+A step commits only after every worker of the generation has sent its buckets, hence has written its samples: the ledger is
+complete, whichever worker is killed at whatever time. ``audit`` checks that every sample was committed exactly once.
 """
 
 from __future__ import annotations
@@ -14,45 +14,77 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from lockstep.errors import UsageError
+
 
 class Ledger:
-    """One worker's file. Every line is one ``write``: it outlives this process however that ends."""
+    """One worker's file. Every line is one ``write`` system call, so it survives any end of this process."""
 
     def __init__(self, folder: str, worker: int) -> None:
         Path(folder).mkdir(exist_ok=True)
         self._file = os.open(Path(folder, f"{worker}.jsonl"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 
-    def holds(self, step: int, generation: int, place: tuple[int, int, int], lanes: dict[int, list[int]]) -> None:
-        """``place``: (stage, epoch, step in it). ``lanes``: the sample indices of this worker's lanes."""
-        self._write({"holds": step, "generation": generation, "place": place, "lanes": lanes})
+    def record_samples(self, step: int, generation: int, position: tuple[int, int, int], lanes: dict[int, list[int]]) -> None:
+        """Write the sample indices of this worker's lanes, before the step commits.
 
-    def commits(self, step: int, generation: int) -> None:
-        self._write({"commits": step, "generation": generation})
+        ``position`` is (stage, epoch, step in the epoch); a stage is one loop over ``run.shard`` in the script.
+        """
+        self._write({"kind": "samples", "step": step, "generation": generation, "position": position, "lanes": lanes})
+
+    def record_commit(self, step: int, generation: int) -> None:
+        """Write that the step has committed on this worker."""
+        self._write({"kind": "commit", "step": step, "generation": generation})
 
     def _write(self, line: dict[str, Any]) -> None:
         os.write(self._file, json.dumps(line).encode() + b"\n")
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for path in sorted(folder.glob("*.jsonl")) for line in path.read_text().splitlines()]
+    """Return the lines of all workers' files in a ledger's folder.
+
+    Raises:
+        UsageError: If the folder has no ledger.
+    """
+    files = sorted(folder.glob("*.jsonl"))
+    if not files:
+        raise UsageError(f"there is no ledger in {folder}. Start the run with `lockstep run --ledger`, and pass RUN_DIR/ledger.")
+    return [json.loads(line) for path in files for line in path.read_text().splitlines()]
 
 
-def audit(lines: Iterable[dict[str, Any]], samples: int) -> list[str]:
-    """What is wrong: samples of an epoch that were committed never, or more than once. Empty: every one exactly once. Pure."""
+def audit(lines: Iterable[dict[str, Any]], samples: int, epochs: int) -> list[str]:
+    """Check that every sample of every epoch was committed exactly once. Pure.
+
+    Args:
+        lines: What ``read`` returned.
+        samples: The number of samples in an epoch.
+        epochs: The number of epochs that the run trained, over all its loops.
+
+    Returns:
+        One sentence for each mistake; an empty list if every sample was committed exactly once in every epoch.
+
+    Example:
+        After ``lockstep run --ledger --run-dir runs/1 train.py``::
+
+            mistakes = audit(read(Path("runs/1/ledger")), samples=len(dataset), epochs=3)
+    """
     lines = list(lines)
-    committed: dict[int, set[int]] = {}
+    commits: dict[int, set[int]] = {}
     for line in lines:
-        if "commits" in line:
-            committed.setdefault(line["commits"], set()).add(line["generation"])
-    wrong = [f"step {step} committed in generations {sorted(found)}" for step, found in committed.items() if len(found) > 1]
+        if line["kind"] == "commit":
+            commits.setdefault(line["step"], set()).add(line["generation"])
+    if not commits:
+        return [f"no step was committed: the ledger has {len(lines)} lines, and none of them is a commit"]
+    mistakes = [f"step {step} committed in generations {sorted(found)}" for step, found in commits.items() if len(found) > 1]
     seen: dict[tuple[int, int], Counter[int]] = {}
     for line in lines:
-        if "holds" in line and line["generation"] in committed.get(line["holds"], ()):
-            stage, epoch, _ = line["place"]
+        if line["kind"] == "samples" and line["generation"] in commits.get(line["step"], ()):
+            stage, epoch, _ = line["position"]
             seen.setdefault((stage, epoch), Counter()).update(i for lane in line["lanes"].values() for i in lane)
+    if len(seen) != epochs:
+        mistakes.append(f"samples of {len(seen)} epochs were committed, and {epochs} were expected")
     for (stage, epoch), counts in sorted(seen.items()):
         never = [i for i in range(samples) if not counts[i]]
         often = [i for i, count in counts.items() if count > 1]
         if never or often:
-            wrong.append(f"stage {stage}, epoch {epoch}: never {never[:5]}, more than once {often[:5]}")
-    return wrong
+            mistakes.append(f"stage {stage}, epoch {epoch}: never {never[:5]}, more than once {often[:5]}")
+    return mistakes

@@ -1,9 +1,10 @@
-"""(seed, epoch, step) -> which samples, and the seeds of everything random. Pure; knows nothing of datasets or workers.
+"""Decides the order of the samples in an epoch, the samples of each step, and the seeds of everything random.
 
-An epoch's order is a bijection of range(n) that can be asked anywhere, without a list of the epoch:
-twenty million samples start in milliseconds, and a cursor in mid-epoch costs nothing to find. Step s
-of an epoch is positions [s x global_batch, (s+1) x global_batch) of the order; ``plan/lanes.py`` cuts
-them into lanes.
+Pure. Knows nothing of datasets or workers.
+
+The order of an epoch is a permutation of range(n) that can be read at any position without a list of the epoch: an epoch of
+twenty million samples starts in milliseconds, also in its middle. Step s of an epoch has the positions
+[s * global_batch, (s + 1) * global_batch) of the order; ``plan/lanes.py`` cuts them into lanes.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from math import isqrt
 from lockstep.errors import InvariantError, UsageError
 
 SAMPLE, COLLATE, SAMPLER, STREAM, MODEL, EVALUATION = range(6)
-"""Salts: what a seed is for. Two uses with the same numbers but another salt have nothing in common."""
+"""Salts: what a seed is used for. Equal numbers with different salts give unrelated seeds."""
 
 SMALL = 1 << 12
-"""Up to so many, the order is simply listed: exactly uniform, and no larger than the tables would be."""
+"""An order of up to SMALL samples is stored as a list: exactly uniform, and no larger than the tables would be."""
 
 LARGE = 1 << 30
-"""From here on the round functions are computed, not looked up: tables would be slow to fill."""
+"""For LARGE samples and more, the round functions are computed instead of looked up: tables would be slow to fill."""
 
 ROUNDS = 8
 MASK = (1 << 64) - 1
@@ -31,12 +32,12 @@ MASK = (1 << 64) - 1
 
 @dataclass(frozen=True)
 class Permutation:
-    """A bijection of range(n), a function of (seed, epoch, n) alone, with random access.
+    """A permutation of range(n) with random access. It depends only on (seed, epoch, n).
 
-    A Feistel network: a position is a pair (left, right) of an a x b grid with a*b >= n, and each
-    round shifts one half by a random function of the other, which is undone by shifting back: so
-    every round is a bijection of the grid, whatever the functions are. Values past n walk on along
-    their cycle until they land below it; there are fewer than a of those.
+    It is a Feistel network, written by hand because torch.randperm would list the whole epoch. A position is a pair
+    (left, right) in an a x b grid with a * b >= n. Each round shifts one half by a random function of the other half. Shifting
+    back undoes a round, so every round is a bijection of the grid, whatever the functions are. A result of n or more is put
+    through the network again until it is below n; fewer than a results are.
     """
 
     seed: int
@@ -47,15 +48,15 @@ class Permutation:
 
     def __post_init__(self) -> None:
         if self.n < 1:
-            raise InvariantError(f"there is no order of {self.n} samples")
+            raise InvariantError(f"a permutation of {self.n} samples was asked for; it needs at least 1")
         name = f"{self.seed}/{self.epoch}/{self.n}"
         a = isqrt(self.n - 1) + 1
         b = -(-self.n // a)
         tables: list[Sequence[int]]
         if self.n <= SMALL:
-            tables = [sorted(range(self.n), key=_numbers(name, self.n).__getitem__)]
+            tables = [sorted(range(self.n), key=_random_numbers(name, self.n).__getitem__)]
         else:
-            tables = [_shifts(f"{name}/{number}", self.n, *((b, a) if number % 2 else (a, b))) for number in range(ROUNDS)]
+            tables = [_round_function(f"{name}/{number}", self.n, *((b, a) if number % 2 else (a, b))) for number in range(ROUNDS)]
         object.__setattr__(self, "_sides", (a, b))
         object.__setattr__(self, "_tables", tuple(tables))
 
@@ -64,14 +65,14 @@ class Permutation:
 
     def __getitem__(self, position: int) -> int:
         if not 0 <= position < self.n:
-            raise IndexError(f"position {position} of an order of {self.n} samples")
+            raise IndexError(f"position {position} is outside an order of {self.n} samples")
         return self.window(position, position + 1)[0]
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.window(0, self.n))
 
     def window(self, start: int, stop: int) -> list[int]:
-        """What stands at positions [start, stop): about a microsecond each."""
+        """Return the sample indices at positions [start, stop), clipped to the order. Takes about a microsecond for each."""
         start, stop = max(0, start), min(stop, self.n)
         if self.n <= SMALL:
             return list(self._tables[0][start:stop])
@@ -98,7 +99,7 @@ class Permutation:
 
 @dataclass(frozen=True)
 class Order:
-    """The order of one epoch: shuffled (a Permutation), as it lies (a range), or listed by a sampler (an array)."""
+    """The order of one epoch: shuffled (a Permutation), unshuffled (a range), or given by a sampler (an array)."""
 
     positions: Permutation | range | array[int]
 
@@ -106,43 +107,43 @@ class Order:
         return len(self.positions)
 
     def window(self, start: int, stop: int) -> list[int]:
-        """The sample indices at positions [start, stop)."""
+        """Return the sample indices at positions [start, stop)."""
         if isinstance(self.positions, Permutation):
             return self.positions.window(start, stop)
         return list(self.positions[start:stop])
 
     def fingerprint(self) -> int:
-        """Equal where a sampler's list is; never 0."""
+        """Return a number that is equal for equal orders of a sampler, and never 0."""
         assert isinstance(self.positions, array)
         return 1 + int.from_bytes(hashlib.sha256(self.positions.tobytes()).digest()[:7], "big")
 
 
 def steps_per_epoch(n: int, global_batch: int, drop_last: bool) -> int:
-    """Batches in an epoch of n samples."""
+    """Return the number of steps in an epoch of n samples."""
     if n < 1 or global_batch < 1:
-        raise UsageError(f"{n} samples in batches of {global_batch} make no step. Both must be at least 1.")
+        raise UsageError(f"{n} samples in batches of {global_batch} make no step. Pass at least one sample and global_batch>=1.")
     return n // global_batch if drop_last else -(-n // global_batch)
 
 
-def batch_of(n: int, global_batch: int, step: int, drop_last: bool) -> tuple[int, int]:
-    """Positions [start, stop) of a step's global batch in the epoch's order: the last one is short unless dropped."""
+def batch_positions(n: int, global_batch: int, step: int, drop_last: bool) -> tuple[int, int]:
+    """Return the positions [start, stop) of a step's global batch in the epoch's order. The last batch may be smaller."""
     if not 0 <= step < steps_per_epoch(n, global_batch, drop_last):
         raise InvariantError(f"an epoch of {n} samples in batches of {global_batch} has no step {step}")
     return step * global_batch, min((step + 1) * global_batch, n)
 
 
 def sample_seed(seed: int, epoch: int, index: int, salt: int = SAMPLE) -> int:
-    """63 bits for what happens to one sample in one epoch."""
-    return _mixed(seed, salt, epoch, index)
+    """Return a seed of 63 bits for what happens to one sample in one epoch."""
+    return _mix(seed, salt, epoch, index)
 
 
 def lane_seed(seed: int, step: int, lane: int, salt: int = MODEL) -> int:
-    """63 bits for what happens in one lane of one step."""
-    return _mixed(seed, salt, step, lane)
+    """Return a seed of 63 bits for what happens in one lane of one step."""
+    return _mix(seed, salt, step, lane)
 
 
-def _mixed(seed: int, salt: int, major: int, minor: int) -> int:
-    """One multiplication to take in each number, then splitmix64's finaliser: any bit of any of them moves every bit."""
+def _mix(seed: int, salt: int, major: int, minor: int) -> int:
+    """Mix four numbers: one multiplication for each, then the last steps of splitmix64. Each input bit affects every output bit."""
     z = (seed + salt * 0xD1342543DE82EF95) & MASK
     z = ((z ^ (z >> 32)) * 0x9E3779B97F4A7C15 + major) & MASK
     z = ((z ^ (z >> 29)) * 0xD6E8FEB86659FD93 + minor) & MASK
@@ -151,15 +152,15 @@ def _mixed(seed: int, salt: int, major: int, minor: int) -> int:
     return (z ^ (z >> 31)) >> 1
 
 
-def _shifts(name: str, n: int, half: int, other: int) -> Sequence[int]:
-    """One round's function: by how much one half, below ``half``, is shifted for each value of the other."""
+def _round_function(name: str, n: int, half: int, other: int) -> Sequence[int]:
+    """Return the shift, below ``half``, of one half of a position for each value, below ``other``, of the other half."""
     if n < LARGE:
-        return [number % half for number in _numbers(name, other)]
-    return _Computed(_numbers(name, 1)[0], half, other)
+        return [number % half for number in _random_numbers(name, other)]
+    return _ComputedFunction(_random_numbers(name, 1)[0], half, other)
 
 
-class _Computed(Sequence[int]):
-    """A round function too large for a table."""
+class _ComputedFunction(Sequence[int]):
+    """A round function that is too large for a table."""
 
     def __init__(self, key: int, half: int, other: int) -> None:
         self._key, self._half, self._other = key, half, other
@@ -173,8 +174,8 @@ class _Computed(Sequence[int]):
         return (z ^ (z >> 29)) % self._half
 
 
-def _numbers(name: str, count: int) -> array[int]:
-    """So many 64-bit numbers, a function of the name: the same on every machine."""
+def _random_numbers(name: str, count: int) -> array[int]:
+    """Return ``count`` 64-bit numbers that depend only on ``name``, the same on every machine."""
     numbers = array("Q", hashlib.shake_256(f"lockstep order {name}".encode()).digest(8 * count))
     if array("H", [1]).tobytes()[0] == 0:
         numbers.byteswap()

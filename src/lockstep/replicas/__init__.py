@@ -1,1 +1,1 @@
-"""Averaged gradients for loops that users write themselves: replicate() and DistributedDataParallel."""
+"""Averaged gradients for training loops of the user's own: replicate() and DistributedDataParallel."""

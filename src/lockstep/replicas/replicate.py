@@ -1,14 +1,14 @@
-"""Replica: one worker's model, hooked in place, kept identical to everybody else's.
+"""replicate() and Replica: hooks one module in place and keeps it identical on every rank.
 
-Wires hooks, reducer and comm together for one module. Knows nothing of data, optimizers or
-process launch. ``replicate`` is the public door; ``replica_of`` gives the handle back.
+A Replica connects the autograd hooks, the reducer and the comm of one module. Knows nothing of data, optimizers or how
+processes are started.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -28,8 +28,8 @@ M = TypeVar("M", bound=nn.Module)
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What a user may choose of a replica; see ``replicate``."""
+class ReplicaOptions:
+    """The options of ``replicate``, which must be equal on every rank."""
 
     bucket_mb: float = 25
     broadcast_buffers: bool = True
@@ -39,7 +39,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         if not self.bucket_mb > 0:
-            raise UsageError(f"bucket_mb={self.bucket_mb} is not a size. Pass a positive number of megabytes, 25 say.")
+            raise UsageError(f"bucket_mb={self.bucket_mb} is not a size. Pass a positive number of megabytes, for example 25.")
         if not self.timeout_s > 0:
             raise UsageError(f"timeout_s={self.timeout_s} is not a time. Pass a positive number of seconds.")
 
@@ -54,24 +54,62 @@ def replicate(
     ignore: Iterable[str] = (),
     timeout_s: float = 600.0,
 ) -> M:
-    """Hook ``module`` in place, so that every backward leaves averaged gradients; return it.
+    """Hook ``module`` in place, so that every ``backward()`` leaves gradients averaged over all ranks.
 
-    All ranks must call this, with modules of the same layout: it verifies that, then copies rank
-    0's parameters and buffers to all (unless ``init_sync=False``). Without a ``comm`` it finds the
-    world by itself (``World.detect``), and a lone process trains as before.
+    For training loops of your own. All ranks must call this with modules of the same layout, and then run the same number of
+    backwards (or use ``Replica.join``). The ranks are found from the default process group of ``torch.distributed`` if there is
+    one, otherwise from the launcher's variables (``World.detect``). A process alone trains as without ``replicate``.
 
-    ``comm``: "shm", "twolevel", "gloo", "nccl" or a Comm of your own instead of the one that fits.
-    ``bucket_mb``: gradients travel in messages of about this size. ``broadcast_buffers``: after
-    every synced backward rank 0's buffers (BatchNorm statistics) go to all. ``ignore``: names of
-    parameters and buffers to leave alone. ``timeout_s``: how long to wait for another rank before
-    a ``PeerError`` names it.
+    Args:
+        module: The model. It is not wrapped: the names in its ``state_dict`` do not change.
+        comm: How the ranks exchange gradients: "shm", "twolevel", "gloo", "nccl", or a ``Comm`` object. By default the value of
+            ``LOCKSTEP_COMM``, or else the fastest way that the devices and machines allow.
+        bucket_mb: Gradients are sent in buckets of about this many megabytes.
+        broadcast_buffers: Whether to copy rank 0's buffers (BatchNorm statistics) to all ranks after each averaged backward.
+        init_sync: Whether to copy rank 0's parameters and buffers to all ranks now. If not, they must be equal already.
+        ignore: Names of parameters and buffers that are neither averaged nor copied.
+        timeout_s: How long to wait for another rank before a ``PeerError`` names it.
+
+    Returns:
+        ``module`` itself.
+
+    Raises:
+        UsageError: If the module or an option cannot be used, or differs between ranks (then on every rank).
+        PeerError: If another rank does not call this within ``timeout_s``.
+
+    Example:
+        Started by ``lockstep run -n 4 train.py`` or ``torchrun``::
+
+            model = lockstep.replicate(Net())
+            opt = torch.optim.SGD(model.parameters(), lr=0.1)
+            for x, y in loader:                        # a part of the data of its own on each rank
+                F.cross_entropy(model(x), y).backward()
+                opt.step()
+                opt.zero_grad()
     """
-    Replica(module, Settings(bucket_mb, broadcast_buffers, init_sync, tuple(sorted(ignore)), timeout_s), comm)
+    Replica(module, ReplicaOptions(bucket_mb, broadcast_buffers, init_sync, tuple(sorted(ignore)), timeout_s), comm)
     return module
 
 
 def replica_of(module: nn.Module) -> Replica:
-    """The handle of a replicated module: ``no_sync()``, ``join()``, ``register_comm_hook()``, ``close()``."""
+    """Return the Replica of a module that ``replicate`` has hooked. May be called on any rank.
+
+    Args:
+        module: What was passed to ``replicate``.
+
+    Returns:
+        The Replica, with ``no_sync()``, ``join()``, ``register_comm_hook()`` and ``close()``.
+
+    Raises:
+        UsageError: If the module is not replicated (a copy of a replicated module is not).
+
+    Example:
+        Gradient accumulation over two batches::
+
+            with lockstep.replica_of(model).no_sync():
+                loss(model, first).backward()
+            loss(model, second).backward()
+    """
     replica = _find(module)
     if replica is None:
         raise UsageError(f"this {type(module).__name__} is not replicated. Call lockstep.replicate(module) first.")
@@ -79,39 +117,38 @@ def replica_of(module: nn.Module) -> Replica:
 
 
 class Replica:
-    """The engine behind one replicated module."""
+    """One rank's copy of a model, hooked in place. Made by ``replicate``, and returned by ``replica_of``."""
 
-    def __init__(self, module: nn.Module, settings: Settings, comm: Comm | str | None = None, group: Any = None) -> None:
+    def __init__(self, module: nn.Module, options: ReplicaOptions, comm: Comm | str | None = None, group: Any = None) -> None:
+        """All ranks must call this. ``group``: the torch process group whose members are the ranks (None: the default group)."""
         if not isinstance(module, nn.Module):
             raise UsageError(f"replicate() takes a torch.nn.Module, not {type(module).__name__}.")
         if _find(module) is not None:
-            raise UsageError("this module is replicated already; its gradients would be averaged twice. Call it once.")
-        named = parameters_of(module, settings.ignore)
-        self._everything = [p for _, p in named]
+            raise UsageError("this module is replicated already; its gradients would be averaged twice. Call replicate() once.")
+        named = parameters_of(module, options.ignore)
+        self._all_params = [p for _, p in named]
         trainable = [(name, p) for name, p in named if p.is_floating_point() or p.is_complex()]
-        self._params = [p for _, p in trainable]
-        self._buffers = Buffers(module, settings.ignore)
-        self._syncs_buffers = settings.broadcast_buffers
+        params = [p for _, p in trainable]
+        self._buffers = Buffers(module, options.ignore)
+        self._broadcasts_buffers = options.broadcast_buffers
         self._owns_comm = comm is None or isinstance(comm, str)
         if comm is None or isinstance(comm, str):
-            trained = sum(p.nbytes for p in self._params if p.requires_grad)
-            comm = open_comm(device_of(self._params), group=group, timeout_s=settings.timeout_s, kind=comm, need_bytes=trained)
+            need_bytes = sum(p.nbytes for p in params if p.requires_grad)
+            comm = open_comm(device_of(params), group=group, timeout_s=options.timeout_s, kind=comm, need_bytes=need_bytes)
         self.comm: Comm = comm
-        require_same_model(self.comm, named, self._buffers.named(), asdict(settings))
-        if settings.init_sync:
-            broadcast_in_place(self.comm, [*self._everything, *self._buffers.tensors()], 0, "the initial parameters")
+        require_same_model(self.comm, named, self._buffers.named(), asdict(options))
+        if options.init_sync:
+            self._copy_from(0, "the initial parameters")
         names = [name for name, _ in trainable]
-        self.reducer = DdpReducer(
-            self._params, names, self.comm, int(settings.bucket_mb * (1 << 20)), sparse_of(module, self._params)
-        )
-        self._hooks = AutogradHooks(self._params, self._begin, self.reducer.ready, self._end)
-        claim(self._everything)
-        self._joining: _Joining | None = None
+        self.reducer = DdpReducer(params, names, self.comm, int(options.bucket_mb * (1 << 20)), sparse_of(module, params))
+        self._hooks = AutogradHooks(params, self._begin_backward, self.reducer.ready, self._end_backward)
+        claim(self._all_params)
+        self._join: _Join | None = None
         self._mark = module.register_forward_hook(Mark(self))
 
     @property
     def syncs(self) -> bool:
-        """Whether the next backward averages: False inside ``no_sync``."""
+        """Whether the next ``backward()`` averages gradients. False inside ``no_sync()``. May be set; equal on all ranks."""
         return self._hooks.enabled
 
     @syncs.setter
@@ -120,110 +157,148 @@ class Replica:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside only accumulate; the next one outside averages the whole window."""
-        before, self._hooks.enabled = self._hooks.enabled, False
+        """Accumulate gradients without averaging them: for gradient accumulation.
+
+        A ``backward()`` inside the block adds to ``param.grad`` and sends nothing. The next ``backward()`` outside averages the
+        accumulated sum. Unlike in torch, it does not matter whether ``forward`` ran inside the block. All ranks must use it for
+        the same backwards.
+        """
+        before, self.syncs = self.syncs, False
         try:
             yield
         finally:
-            self._hooks.enabled = before
+            self.syncs = before
 
     @contextmanager
     def join(self, divide_by_initial_size: bool = True, enable: bool = True, raise_early: bool = False) -> Iterator[None]:
-        """For loops of unequal length: a rank that leaves the block shadows the others until all have.
+        """Train with a different number of batches on each rank. All ranks must enter the block.
 
-        All ranks must enter it. The mean is over all ranks, or with ``divide_by_initial_size=False``
-        over those that still have data. With ``raise_early`` every rank gets a ``PeerError`` at the
-        first backward after some rank ran out. At the end all hold the state of the rank that
-        trained longest.
+        A rank that reaches the end of the block continues to take part in the averages of the others, with zeros, until all ranks
+        have reached the end. Then all ranks receive the parameters and buffers of a rank that trained longest.
+
+        Args:
+            divide_by_initial_size: Whether gradients are divided by the number of all ranks, or only of those that have data.
+            enable: If False, the block does nothing.
+            raise_early: Whether to stop all ranks as soon as one has no more data.
+
+        Raises:
+            PeerError: With ``raise_early``, on every rank at its first backward after a rank ran out of data.
+
+        Example:
+            A loop over a loader that is longer on some ranks::
+
+                with lockstep.replica_of(model).join():
+                    for x, y in loader:
+                        loss(model(x), y).backward()
+                        opt.step()
+                        opt.zero_grad()
         """
         if not enable:
             yield
             return
-        self._joining = _Joining(divide_by_initial_size, raise_early)
+        self._join = _Join(divide_by_initial_size, raise_early)
         try:
             yield
-            self._shadow(self._joining)
+            self._follow_active_ranks(self._join)
         finally:
-            self._joining = None
+            self._join = None
 
     def register_comm_hook(self, state: Any, hook: Hook) -> None:
-        """Replace the all-reduce of each bucket by ``hook(state, bucket)``, as in torch: it must average too."""
+        """Replace the all-reduce of each bucket by a communication hook of torch's DDP. All ranks must call it, once.
+
+        Args:
+            state: Passed to the hook as its first argument.
+            hook: ``hook(state, bucket)`` returns a ``torch.futures.Future`` of the averaged bucket. The hook divides by the number
+                of ranks itself. ``bucket`` has the methods of ``torch.distributed.GradBucket``.
+
+        Raises:
+            UsageError: If ``hook`` is not callable, or a hook is registered already.
+        """
         if not callable(hook):
             raise UsageError(f"a communication hook must be callable, not {type(hook).__name__}.")
         self.reducer.set_hook(hook, state)
 
     def watch_outputs(self, outputs: Any) -> None:
-        """Called with what the module's forward returned."""
-        if self._hooks.enabled:
+        """Called by the module's forward hook with what ``forward`` returned."""
+        if self.syncs:
             self._hooks.watch_outputs(outputs)
 
     def close(self) -> None:
-        """Unhook the module; it trains alone from here on. May be called twice."""
+        """Remove all hooks from the module, which trains alone from then on, and close the connections. May be called twice."""
         self._hooks.remove()
         self._mark.remove()
-        disclaim(self._everything)
+        disclaim(self._all_params)
         if self._owns_comm:
             self.comm.close()
 
     # -- one backward ------------------------------------------------------------------------
 
-    def _begin(self) -> bytes:
-        self.reducer.begin(Share(self.comm.size) if self._joining is None else self._roll_call(self._joining, True))
+    def _begin_backward(self) -> bytes:
+        share = Share(self.comm.size) if self._join is None else self._gather_active_ranks(self._join, is_active=True)
+        self.reducer.begin(share)
         return self.reducer.looks_at
 
-    def _end(self) -> None:
-        self._complete(0 if self._joining is None else self._joining.source)
+    def _end_backward(self) -> None:
+        self._complete_backward(0 if self._join is None else self._join.source)
 
-    def _complete(self, source: int) -> None:
+    def _complete_backward(self, source: int) -> None:
+        """Send what is left and wait for the averages. ``source`` is the rank whose buffers go to all ranks."""
         self.reducer.launch_rest()
-        broadcast = self._buffers.start(self.comm, source, self.reducer.step) if self._syncs_buffers else None
+        broadcast = self._buffers.start(self.comm, source, self.reducer.step) if self._broadcasts_buffers else None
         self.reducer.finish()
         if broadcast is not None:
             self._buffers.finish(broadcast)
 
+    def _copy_from(self, source: int, what: str) -> None:
+        broadcast_in_place(self.comm, [*self._all_params, *self._buffers.tensors()], source, what)
+
     # -- join --------------------------------------------------------------------------------
 
-    def _roll_call(self, joining: _Joining, active: bool) -> Share:
-        """Who still has data? One small message before the first bucket, inside ``join`` only."""
-        here = torch.zeros(self.comm.size, 2, dtype=torch.int64)
-        what = f"the roll call of step {self.reducer.step}"
-        mine = [int(active), int(active and self.reducer.has_unfrozen())]
-        self.comm.all_gather(here, torch.tensor(mine), what).wait()
-        ranks = [r for r in range(self.comm.size) if here[r, 0]]
-        joining.active, joining.source = ranks, ranks[0] if ranks else joining.source
-        if joining.raise_early and len(ranks) < self.comm.size:
-            gone = [r for r in range(self.comm.size) if r not in ranks]
-            raise PeerError(f"rank {', '.join(map(str, gone))} ran out of data at step {self.reducer.step}.", gone)
-        divisor = self.comm.size if joining.divide_by_initial_size else max(1, len(ranks))
-        return Share(divisor, active, joining.source, unfrozen=bool(here[:, 1].any()))
+    def _gather_active_ranks(self, join: _Join, is_active: bool) -> Share:
+        """Find out which ranks still have data: one small message before the first bucket, sent only inside ``join``."""
+        ranks = torch.zeros(self.comm.size, 2, dtype=torch.int64)
+        mine = [int(is_active), int(is_active and self.reducer.has_unfrozen())]
+        self.comm.all_gather(ranks, torch.tensor(mine), f"which ranks have data for step {self.reducer.step}").wait()
+        join.active = [r for r in range(self.comm.size) if ranks[r, 0]]
+        join.source = join.active[0] if join.active else join.source
+        if join.raise_early and len(join.active) < self.comm.size:
+            ended = [r for r in range(self.comm.size) if r not in join.active]
+            raise PeerError(
+                f"rank {', '.join(map(str, ended))} ran out of data at step {self.reducer.step}, and raise_early (or "
+                "throw_on_early_termination) stops all ranks then. Leave it out to continue with the ranks that have data.",
+                ended,
+            )
+        divisor = self.comm.size if join.divide_by_initial_size else max(1, len(join.active))
+        return Share(divisor, is_active, join.source, unfrozen=bool(ranks[:, 1].any()))
 
-    def _shadow(self, joining: _Joining) -> None:
-        """This rank has run out: take part in every backward of the others, then take the last one's state."""
-        last = self.comm.rank
+    def _follow_active_ranks(self, join: _Join) -> None:
+        """Take part in every backward of the ranks that have data, then copy the state of the rank that trained longest."""
+        last_source = self.comm.rank
         while True:
-            share = self._roll_call(joining, active=False)
-            if not joining.active:
+            share = self._gather_active_ranks(join, is_active=False)
+            if not join.active:
                 break
-            last = joining.source
+            last_source = join.source
             self.reducer.begin(share)
-            self._complete(joining.source)
-        # Ranks that ran out together with the last active one each name themselves; the least of them is right,
-        # since all of them took the same steps.
-        votes = torch.zeros(self.comm.size, 2, dtype=torch.int64)
-        steps = self.reducer.step if last == self.comm.rank else -1
-        self.comm.all_gather(votes, torch.tensor([steps, self.comm.rank]), "the end of join").wait()
-        source = int(votes[:, 0].argmax())
-        broadcast_in_place(self.comm, [*self._everything, *self._buffers.tensors()], source, "the final parameters")
+            self._complete_backward(join.source)
+        # Only the ranks that ran out last have followed no other rank, so only they vote. They took the same steps: the first of
+        # them is as good as any.
+        votes = torch.zeros(self.comm.size, 1, dtype=torch.int64)
+        steps = self.reducer.step if last_source == self.comm.rank else -1
+        self.comm.all_gather(votes, torch.tensor([steps]), "the end of join").wait()
+        self._copy_from(int(votes.argmax()), "the final parameters")
 
 
-class _Joining:
-    """What is known inside a join block."""
+@dataclass
+class _Join:
+    """What is known inside a ``join`` block."""
 
-    def __init__(self, divide_by_initial_size: bool, raise_early: bool) -> None:
-        self.divide_by_initial_size = divide_by_initial_size
-        self.raise_early = raise_early
-        self.active: list[int] = []
-        self.source = 0
+    divide_by_initial_size: bool
+    raise_early: bool
+    active: list[int] = field(default_factory=list)
+    """The ranks that had data at the last backward."""
+    source: int = 0
+    """The first of the active ranks: its buffers and bucket order count."""
 
 
 def _find(module: nn.Module) -> Replica | None:

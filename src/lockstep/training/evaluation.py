@@ -18,7 +18,7 @@ from lockstep.comm.plain_state import buffer_of, empty_tensors, flatten, unflatt
 from lockstep.data.map_source import MapSource
 from lockstep.data.open_source import open_source
 from lockstep.data.seeding import preserved_randomness, seed_everything
-from lockstep.data.source import MicroBatch
+from lockstep.data.source import LoaderOptions, MicroBatch
 from lockstep.data.stream_source import StreamSource
 from lockstep.errors import UsageError
 from lockstep.gradients.lane_engine import LaneEngine
@@ -56,8 +56,7 @@ class Evaluations:
     ) -> Sums:
         """Evaluate ``fn`` on this worker's lanes and add the results of all lanes. All workers must call it."""
         comm = self._engine.comm
-        source = open_source(
-            dataset,
+        options = LoaderOptions(
             lanes=self._lanes,
             global_batch=global_batch,
             num_workers=num_workers,
@@ -65,6 +64,7 @@ class Evaluations:
             seed=self._seed,
             pin_memory=any(param.is_cuda for param in self._engine.params),
         )
+        source = open_source(dataset, options)
         require_equal(
             comm,
             [["argument", "global_batch", str(global_batch)], ["dataset", "length", str(getattr(source, "length", None))]],

@@ -148,7 +148,7 @@ class TrainingLoop:
         """Raises StepRestarted if the workers have changed and the shard must start the step again."""
         loop = self._current()
         if self._engine.phase is Phase.DISCARDED and not loop.committed:
-            self._log.forget(self._progress.step + 1)
+            self._log.discard_step(self._progress.step + 1)
             raise StepRestarted
         require_complete(loop, self._progress.step, self._engine.phase, self._gate.optimizers)
         self._log.weigh(self._engine.weight_of(loop.lane))

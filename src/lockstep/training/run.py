@@ -21,8 +21,8 @@ from torch import nn
 
 from lockstep.checkpoint.checkpoints import CheckpointCallbacks, Checkpoints
 from lockstep.comm.base import Comm
-from lockstep.data.open_source import open_source
 from lockstep.data.shard import Shard
+from lockstep.data.source import LoaderOptions
 from lockstep.elastic.agent_link import CommOptions
 from lockstep.elastic.collective_journal import CollectiveJournal
 from lockstep.elastic.recovery import Recovery, RecoveryCallbacks
@@ -34,7 +34,6 @@ from lockstep.gradients.module import device_of, parameters_of
 from lockstep.observe.ledger import Ledger
 from lockstep.observe.log import LaneLog, Sink
 from lockstep.plan.lanes import assign_lanes
-from lockstep.plan.samples import MODEL, sample_seed
 from lockstep.plan.tree import fold
 from lockstep.training.between_steps import BetweenSteps, BetweenStepsTask, LogExchange
 from lockstep.training.consistency import Consistency
@@ -373,26 +372,20 @@ class Run:
         Raises:
             UsageError: An argument cannot work.
         """
-
-        def opened(stage: int) -> Any:
-            seed = self.seed if stage == 0 else sample_seed(self.seed, stage, 0, MODEL)
-            return open_source(
-                dataset,
-                lanes=self.lanes,
-                global_batch=global_batch,
-                epochs=epochs,
-                seed=seed,
-                shuffle=shuffle,
-                drop_last=drop_last,
-                sampler=sampler,
-                num_workers=num_workers,
-                collate_fn=collate_fn,
-                pin_memory=self.device.type == "cuda" if pin_memory is None else pin_memory,
-                prefetch_factor=prefetch_factor,
-            )
-
-        settings = {"global_batch": global_batch, "shuffle": shuffle, "epochs": epochs, "drop_last": drop_last}
-        return Shard(self._loop, opened, self.lanes, epochs, settings)
+        options = LoaderOptions(
+            lanes=self.lanes,
+            global_batch=global_batch,
+            epochs=epochs,
+            seed=self.seed,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            sampler=sampler,
+            num_workers=num_workers,
+            collate_fn=collate_fn,
+            pin_memory=self.device.type == "cuda" if pin_memory is None else pin_memory,
+            prefetch_factor=prefetch_factor,
+        )
+        return Shard(self._loop, dataset, options)
 
     def weigh(self, weight: float) -> None:
         """Set the weight of the current lane (its number of tokens, for example) instead of its number of samples.

@@ -67,7 +67,7 @@ class StepCommit:
             assert loop.step is not None
             loop.committed = True
             if self._ledger is not None:
-                self._ledger.commits(self._progress.step, self._workers.generation)
+                self._ledger.record_commit(self._progress.step, self._workers.generation)
             self._progress.commit(loop.step)
             self._journal.reset()
 
@@ -80,4 +80,4 @@ class StepCommit:
         loop = self._progress.loop
         if self._ledger is not None and loop is not None and loop.step is not None:
             position = (loop.stage, loop.step.epoch, loop.step.index)
-            self._ledger.holds(self._progress.step, self._workers.generation, position, self._samples)
+            self._ledger.record_samples(self._progress.step, self._workers.generation, position, self._samples)
