@@ -1,24 +1,29 @@
 # make train   creates .venv, installs, and trains a small GPT on all cores of this machine
-# make test    ruff, mypy and the whole test suite
+# make test    ruff, mypy, the docs and the whole test suite
+# make docs    builds the docs into build/docs; open build/docs/index.html
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 CORES := $(shell nproc 2>/dev/null || sysctl -n hw.ncpu)
 INSTALLED := $(VENV)/.installed
 
-.PHONY: train test lint bench chaos gpu clean
+.PHONY: train test lint docs bench chaos gpu clean
 .DELETE_ON_ERROR:
 
 train: $(INSTALLED)
 	$(BIN)/lockstep run -n $(CORES) examples/train_gpt.py $(ARGS)
 
-test: lint
+test: lint docs
 	$(BIN)/python -m pytest $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check -q .
 	$(BIN)/mypy
+
+# Warnings are errors, and so are references that lead nowhere (-n).
+docs: $(INSTALLED)
+	$(BIN)/python -m sphinx -q -W --keep-going -n -d build/doctrees docs build/docs
 
 bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks.step
@@ -37,7 +42,7 @@ $(INSTALLED): pyproject.toml constraints-dev.txt
 	$(PYTHON) -c 'import sys; sys.exit("Lockstep needs Python 3.11 or newer, this is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --disable-pip-version-check $$(grep '^torch==' constraints-dev.txt)
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints-dev.txt -e '.[dev]'
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints-dev.txt -e '.[dev,docs]'
 	touch $@
 
 clean:

@@ -1,0 +1,289 @@
+"""Makes docs/figures.md, and the table of figures in the README, from benchmarks/results/. No figure is typed by hand.
+
+    python -m benchmarks.figures            prints the page
+    python -m benchmarks.figures --write    writes the page and the README's table
+
+A benchmark writes results/NAME.json with everything and results/NAME.md with its tables. Sentences quote cells of these
+tables. What is typed here are goals and explanations.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "figures.md"
+README = ROOT / "README.md"
+BEGIN, END = "<!-- figures: made by python -m benchmarks.figures --write -->", "<!-- end of figures -->"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one benchmark wrote."""
+
+    name: str
+
+    @cached_property
+    def text(self) -> str:
+        return (RESULTS / f"{self.name}.md").read_text().strip()
+
+    @cached_property
+    def data(self) -> Any:
+        return json.loads((RESULTS / f"{self.name}.json").read_text())
+
+    @cached_property
+    def rows(self) -> list[dict[str, str]]:
+        """The rows of all tables of the text, each by column."""
+        found, head = list[dict[str, str]](), list[str]()
+        for line in self.text.splitlines():
+            cells = [cell.strip() for cell in line.strip("|").split("|")] if line.startswith("|") else []
+            if not cells:
+                head = []
+            elif not head:
+                head = cells
+            elif not set(line) <= set("|-"):
+                found.append(dict(zip(head, cells, strict=True)))
+        return found
+
+    def cell(self, column: str, *row: str) -> str:
+        """The cell in ``column`` of the first row that has all of ``row`` among its cells; without the quartiles behind it."""
+        for cells in self.rows:
+            if column in cells and all(each in cells.values() for each in row):
+                return cells[column].split(" (")[0]
+        raise KeyError(f"{self.name}.md has no column {column!r} in a row with {row}")
+
+    def span(self, column: str, buckets: tuple[str, ...]) -> str:
+        """ "0.84 to 0.99": the least and the greatest of a column, over the rows of these buckets."""
+        values = sorted((float(cells[column]), cells[column]) for cells in self.rows if cells["bucket"] in buckets)
+        return f"{values[0][1]} to {values[-1][1]}"
+
+
+STEP_2, STEP_4, STEP_GPU = Result("step-cpu-2-workers"), Result("step-cpu-4-workers"), Result("step-gpu")
+SCALING_2, SCALING_16 = Result("scaling-2-cores"), Result("scaling-16-cores")
+EXACT_2, EXACT_16 = Result("exact-2-workers"), Result("exact-2-workers-16-cores")
+BUCKET_2, BUCKET_16, HOOKS = Result("allreduce-2-cores"), Result("allreduce-16-cores"), Result("hooks")
+RECOVERY_2, RECOVERY_16 = Result("recovery-2-cores"), Result("recovery-16-cores")
+COST, START = Result("cost-2-cores"), Result("start-8-workers")
+SAVE_2, SAVE_GPU, FAULTS = Result("checkpoint-2-cores"), Result("checkpoint-gpu"), Result("faults")
+STALL = "training stands still, s (quartiles)"
+
+
+@dataclass(frozen=True)
+class Section:
+    """One section of the page: its text, then what the benchmarks wrote."""
+
+    title: str
+    text: str
+    results: tuple[Result, ...] = ()
+
+
+def sections() -> list[Section]:
+    return [step(), scaling(), exactness(), bucket(), hook(), recovery(), cost(), start(), checkpoints(), faults()]
+
+
+def step() -> Section:
+    text = """
+A whole training step: forward, backward, averaging, optimizer. The variants run interleaved; the table has medians. "Bare" is the
+same loop without averaging, so the replicas drift apart: it is the lower bound.
+"""
+    return Section("A training step", text, (STEP_2, STEP_4, STEP_GPU))
+
+
+def scaling() -> Section:
+    text = f"""
+The same work per worker on more workers, compared with the bare loop run by as many processes at the same time. The goal, 95%
+with 8 workers, is missed: Lockstep has {SCALING_16.cell("Lockstep", "8")}, torch DDP {SCALING_16.cell("torch DDP", "8")}.
+[Communication](internals/communication.md#the-lower-bound) says why.
+
+On 2 cores:
+
+![Weak scaling on 2 cores](../benchmarks/results/scaling-2-cores.svg)
+
+On 16 cores:
+
+![Weak scaling on 16 cores](../benchmarks/results/scaling-16-cores.svg)
+"""
+    return Section("Weak scaling", text, (SCALING_2, SCALING_16))
+
+
+def exactness() -> Section:
+    of_inexact, of_torch, of_accumulation = "x exact=False", "x torch DDP", "x accumulation"
+    text = f"""
+A GPT with 25 M parameters.
+
+First, one lane per worker on 2 workers, compared with `exact=False` and with torch DDP. Over shared memory an exact step takes
+{EXACT_2.cell(of_inexact, "exact, shm")} of the time of `exact=False` on 2 cores and {EXACT_16.cell(of_inexact, "exact, shm")} on 16
+cores (goal 1.03): the owner of a slice adds the same blocks, only in another order. Over gloo it takes
+{EXACT_2.cell(of_inexact, "exact, gloo")} and {EXACT_16.cell(of_inexact, "exact, gloo")}, because two collectives and a pass of
+our own replace gloo's one; compared with torch DDP that is {EXACT_2.cell(of_torch, "exact, gloo")} and
+{EXACT_16.cell(of_torch, "exact, gloo")} (goal 1.0: missed).
+
+Second, four lanes on one worker, compared with gradient accumulation over the same four micro-batches:
+{EXACT_2.cell(of_accumulation, "4 lanes, exact")} and {EXACT_16.cell(of_accumulation, "4 lanes, exact")} (goal 1.05).
+
+Third, how long a shard takes to start in the middle of a long epoch.
+"""
+    return Section("What exactness costs", text, (EXACT_2, EXACT_16))
+
+
+def bucket() -> Section:
+    of_memcpy, faster, large = "shm / memcpy", "gloo / shm", ("25 MB", "100 MB")
+    text = f"""
+One bucket averaged over gloo and over shared memory, and the memcpy of the same bytes, which is the lower bound. From 25 MB
+on, shared memory takes {BUCKET_2.span(of_memcpy, large)} of the memcpy on 2 cores and {BUCKET_16.span(of_memcpy, large)} on 16
+cores. It is {BUCKET_2.span(faster, large)} times as fast as gloo on 2 cores and {BUCKET_16.span(faster, large)} times on 16
+cores (goal 4.5: missed). With 2 workers on 2 cores it is {BUCKET_2.cell(faster, "2", "4 KB")} times as fast at 4 KB and
+{BUCKET_2.cell(faster, "2", "1 MB")} times at 1 MB (goals 20 and 6: met).
+"""
+    return Section("Averaging one bucket", text, (BUCKET_2, BUCKET_16))
+
+
+def hook() -> Section:
+    text = "What the hooks on parameters add to the backward of a model with many small parameters."
+    return Section("What a hook costs", text, (HOOKS,))
+
+
+def recovery() -> Section:
+    text = """
+From kill -9 of one worker to the next committed step of the others, and until the replacement works again. A step takes 20 ms.
+The goal is 0.1 s, 0.3 s at worst.
+
+torchft has no supervisor: the benchmark restarts its processes, which import torch anew, and its heartbeats are tuned (with
+its defaults the others waited for seconds in a trial of three kills; with version 0.2.0 they died too). torchrun restarts all
+workers; here its restarts failed again and again ("connection refused" from gloo).
+"""
+    return Section("Recovery from a lost worker", text, (RECOVERY_2, RECOVERY_16))
+
+
+def cost() -> Section:
+    text = """
+The same script under torchrun and under `lockstep run`, run after run. The goal is 1% of a step; the noise of this machine is
+larger. Nothing in a step talks to the agent.
+"""
+    return Section("What recovery costs while nothing fails", text, (COST,))
+
+
+def start() -> Section:
+    text = "How long it takes until eight workers on 2 cores have imported torch, and have made their first optimizer."
+    return Section("Start-up", text, (START,))
+
+
+def checkpoints() -> Section:
+    of_memcpy, of_reading, resume = "x memcpy", "x reading", "Lockstep: verify, load and resume"
+    text = f"""
+**How long training waits** for a checkpoint of 1 GB. The lower bound is the copy of the bytes. One worker waits
+{SAVE_2.cell(STALL, "Lockstep")} s, which is {SAVE_2.cell(of_memcpy, "Lockstep")} of the memcpy measured beside it (goal 1.3).
+The second goal, half of the better of `torch.save` and `async_save`, is missed with one worker and cannot be met: `async_save`
+itself takes {SAVE_2.cell(of_memcpy, "async_save")} memcpys, and half of that is less than the copy. On the GPU Lockstep takes
+{SAVE_GPU.cell(of_memcpy, "Lockstep")} copies to pinned memory (goal 1.3: missed).
+
+**How long a resume takes,** with every byte verified: {SAVE_2.cell(of_reading, resume)} times as long as reading the files on
+2 cores, {SAVE_GPU.cell(of_reading, resume)} times on the GPU machine (goal 1.2). Reading into new memory is slow on the 2-core
+machine: into memory that was touched before it takes {SAVE_2.cell("s, median", "reading them into touched memory")} s.
+
+**How long it takes to compare replicas** (goal: 1% of training time).
+"""
+    return Section("Checkpoints", text, (SAVE_2, SAVE_GPU))
+
+
+def faults() -> Section:
+    data = FAULTS.data
+    schedules, chance, forged = data["schedules"], data["checkpoints"]["by chance"], data["checkpoints"]["forged"]
+    by_chance, wrongly = sum(chance.values()), chance["loaded wrongly"] + forged["loaded wrongly"]
+    total = by_chance + forged["cases"]
+    text = f"""
+**Recovery under random faults.** `tests/chaos.py` plays schedules of kills, stops, exceptions and slow workers against real
+runs of four workers. Each run must end with the bits of an undisturbed run, and with every sample committed once. `make test`
+plays 25 schedules, `make chaos` a thousand (more than an hour on 2 cores). On {data["machine"]["date"]}, {schedules["run"]}
+schedules were run and {schedules["failed"] or "none"} failed. Before that about {schedules["earlier_run"]} were run while the
+code was written; {schedules["earlier_failed"]} failed, and their causes were repaired (a worker stopped before it had joined;
+all workers killed as late on a starved machine).
+
+**Damaged checkpoints.** `python -m tests.fuzz 0 {total}` damages a checkpoint {total:,} times and loads it. {by_chance:,} were
+damaged by chance: {chance["detected"]:,} were detected, {chance["without a manifest"]} had no manifest left and so were no
+checkpoint, {chance["harmless"]} were changed harmlessly. {forged["cases"]} had a manifest that was forged with a right digest;
+{forged["taken"]} of these was loaded, because everything in it fitted together. {wrongly or "None"} was loaded wrongly.
+"""
+    return Section("Random faults and damaged checkpoints", text)
+
+
+def page() -> str:
+    parts = [
+        "<!-- Made by python -m benchmarks.figures --write from benchmarks/results/. Do not edit. -->",
+        "# Figures",
+        "Only ratios within one table mean something; absolute times are the machine's. Each table says which command made it,\n"
+        "and on which machine. The results are in `benchmarks/results/`.",
+    ]
+    for section in sections():
+        parts += [f"## {section.title}", section.text.strip(), *(result.text for result in section.results)]
+    return "\n\n".join(parts) + "\n"
+
+
+def table() -> str:
+    """The README's six figures: (what, ours, others')."""
+    step, gpt, gpu = "ms (quartiles)", "GPT 25 M, 4x64", "GPT 124 M, 8x1024 bf16"
+    exact, commit, back = ("x exact=False", "exact, shm"), "next commit, median s", "replacement back, median s"
+    ours, torchft, torchrun = ("2", "lockstep run"), ("2", "torchft"), ("2", "torchrun")
+    rows = [
+        (
+            "training step, GPT of 25 M parameters, 2 workers on 2 cores",
+            f"{STEP_2.cell(step, gpt, 'Lockstep, shm')} ms",
+            f"torch DDP {STEP_2.cell(step, gpt, 'torch DDP')} ms",
+        ),
+        (
+            "training step, GPT of 124 M parameters, one H200",
+            f"{STEP_GPU.cell(step, gpu, 'Lockstep')} ms",
+            f"torch DDP {STEP_GPU.cell(step, gpu, 'torch DDP')} ms",
+        ),
+        (
+            "weak scaling, 8 workers on 16 cores",
+            SCALING_16.cell("Lockstep", "8"),
+            f"torch DDP {SCALING_16.cell('torch DDP', '8')}",
+        ),
+        (
+            "exact sums, 2 workers with one lane each, on 2 and on 16 cores",
+            f"{EXACT_2.cell(*exact)} and {EXACT_16.cell(*exact)}",
+            "`exact=False`: 1",
+        ),
+        (
+            "`kill -9` of one of 2 workers: next step; replacement at work",
+            f"{RECOVERY_2.cell(commit, *ours)} s; {RECOVERY_2.cell(back, *ours)} s",
+            f"torchft {RECOVERY_2.cell(commit, *torchft)} s; {RECOVERY_2.cell(back, *torchft)} s. "
+            f"torchrun {RECOVERY_2.cell(commit, *torchrun)}",
+        ),
+        (
+            "checkpoint of 1 GB: training waits",
+            f"{SAVE_2.cell(STALL, 'Lockstep')} s",
+            f"`async_save` {SAVE_2.cell(STALL, 'async_save')} s, `torch.save` {SAVE_2.cell(STALL, 'torch.save')} s",
+        ),
+    ]
+    return "\n".join(["| | Lockstep | others |", "|---|---|---|", *(f"| {' | '.join(row)} |" for row in rows)])
+
+
+def with_table(readme: str) -> str:
+    """The README with its table of figures made anew."""
+    before, found, rest = readme.partition(BEGIN)
+    _, closed, after = rest.partition(END)
+    if not found or not closed:
+        raise ValueError(f"the README has no {BEGIN!r} ... {END!r}")
+    return f"{before}{BEGIN}\n\n{table()}\n\n{END}{after}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="write docs/figures.md and the README's table")
+    if parser.parse_args().write:
+        PAGE.write_text(page())
+        README.write_text(with_table(README.read_text()))
+    else:
+        print(page())
+
+
+if __name__ == "__main__":
+    main()
