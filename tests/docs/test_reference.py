@@ -68,7 +68,8 @@ def test_the_examples_of_docstrings_run(name: str) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
     data = torch.utils.data.TensorDataset(torch.randn(64, 8), torch.randint(2, (64,)))
-    names = {"lockstep": lockstep, "torch": torch, "F": F, "model": model, "module": model, "optimizer": optimizer, "opt": optimizer}
+    names = {"lockstep": lockstep, "torch": torch, "F": F, "model": model, "module": model}
+    names |= {"optimizer": optimizer, "opt": optimizer}
     names |= {"scheduler": scheduler, "sched": scheduler, "dataset": data, "test_set": data, "loss_fn": F.cross_entropy}
     names["count_correct"] = lambda batch: {"correct": (model(batch[0]).argmax(1) == batch[1]).sum()}
     if name.startswith("Run.") and "lockstep.Run(" not in value.__doc__:

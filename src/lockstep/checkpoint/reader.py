@@ -94,7 +94,7 @@ def require_fit(manifest: Manifest, weights: Mapping[str, Tensor], settings: Map
         if saved.get(name) != here.get(name):
             raise UsageError(
                 f"the checkpoint {where} is of another model: {name} {saved.get(name, 'is missing')} in the checkpoint, and "
-                f"{here.get(name, 'is missing')} in this model. Build the model that was saved, or pass another folder to checkpoint=."
+                f"{here.get(name, 'is missing')} in this model. Build the saved model, or pass another folder to checkpoint=."
             )
     for name, value in settings.items():
         before = manifest.settings.get(name)
