@@ -287,6 +287,7 @@ def test_state_that_cannot_be_saved_is_named_after_the_first_step(tmp_path: Path
         for x, y in run.shard(data(), global_batch=8):
             F.cross_entropy(model(x), y).backward()
             opt.step()
+    assert run.step == 1
     run.close()
 
 
@@ -331,6 +332,7 @@ def test_an_object_store_by_url(capsys: pytest.CaptureFixture[str]) -> None:
     assert train(url) == undisturbed
     assert f"resumed at step 6 from {url}" in capsys.readouterr().err
     assert [folder.step for folder in Retention(open_storage(url)).published()] == [15, 12, 10]
+    assert len(open_storage(url).folders()) == 3  # the files of removed checkpoints are removed too
 
 
 def test_a_full_disk_does_not_stop_training(
