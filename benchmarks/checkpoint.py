@@ -65,7 +65,7 @@ class Stalls:
         self._model, self._opt, self._folder, self._device = model, opt, folder, device
         self.run = lockstep.Run(model, opt, checkpoint=folder / "lockstep", every="1000h", keep=1)
         assert self.run._checkpoints is not None
-        self._saver = self.run._checkpoints._saver
+        self._checkpoints = self.run._checkpoints
         held = [*model.parameters(), *(v for s in opt.state.values() for v in s.values() if v.numel() > 1)]
         self.bytes = sum(tensor.nbytes for tensor in held)
         self._from = [tensor.detach() for tensor in held]
@@ -82,8 +82,8 @@ class Stalls:
 
     def ours(self) -> float:
         self._number += 1
-        took_s = timed(lambda: self._saver.begin(self._number), self._device)
-        self._saver.settle()
+        took_s = timed(lambda: self._checkpoints.begin(self._number), self._device)
+        self._checkpoints.wait_until_idle()
         return took_s
 
     def _state(self) -> dict[str, Any]:
@@ -180,16 +180,16 @@ def verification(rank: int, size: int, out: str) -> None:
     model = GPT(GPTConfig(vocab=256, context=64, layers=6, heads=8, width=256))
     opt = torch.optim.AdamW(model.parameters())
     run = lockstep.Run(model, opt, lanes=size, verify_every=10)
-    task = run._loop._between_steps._tasks[0]
+    task = run._loop.tasks[0]
     perform, spent, steps = task.perform, [], []
 
-    def timed(now: Any) -> Any:
+    def timed_perform(now: Any) -> Any:
         began = time.perf_counter()
         result = perform(now)
         spent.append(time.perf_counter() - began)
         return result
 
-    task.perform = timed  # type: ignore[method-assign]
+    task.perform = timed_perform  # type: ignore[method-assign]
     tokens = torch.randint(0, 256, (512, 65))
     began = time.perf_counter()
     for (batch,) in run.shard(torch.utils.data.TensorDataset(tokens), global_batch=8 * size, epochs=2):

@@ -1,10 +1,10 @@
-"""What the tests of checkpoints save and load: a small model in training, and faults in the file operations of who writes."""
+"""What the tests of checkpoints save and load: a small model in training, and faults in the file operations of local storage."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 
 import lockstep
-from lockstep.checkpoint import storage as places
+from lockstep.checkpoint import atomic_file, storage
+from lockstep.checkpoint.checkpoints import SaveError
 from lockstep.comm.plain_state import digest, flatten
 from tests.models import build
 
@@ -20,11 +21,12 @@ COUNTED = ("open", "write", "fsync", "close", "rename", "unlink", "rmdir", "make
 
 
 class FaultyOs:
-    """``os``, but ``fault()`` is called before the file operation number ``at`` (from 0) instead of it."""
+    """``os``, but ``fault(name)`` is called before file operation number ``at``, from 0. ``calls`` are those that were made."""
 
     def __init__(self, at: int, fault: Any) -> None:
         self._at, self._fault = at, fault
-        self.count = 0
+        self.calls: list[tuple[str, tuple[Any, ...], Any]] = []
+        self._count = 0
 
     def __getattr__(self, name: str) -> Any:
         real = getattr(os, name)
@@ -32,21 +34,25 @@ class FaultyOs:
             return real
 
         def counted(*args: Any, **kwargs: Any) -> Any:
-            number, self.count = self.count, self.count + 1
+            number, self._count = self._count, self._count + 1
             if number == self._at:
                 self._fault(name)
-            return real(*args, **kwargs)
+            result = real(*args, **kwargs)
+            self.calls.append((name, args, result))
+            return result
 
         return counted
 
 
 @contextmanager
 def faulty(at: int, fault: Any) -> Iterator[FaultyOs]:
-    before, places.os = places.os, FaultyOs(at, fault)  # type: ignore[assignment]
+    """Let the file operations of local storage fail at operation ``at``."""
+    faulty_os = FaultyOs(at, fault)
+    storage.os = atomic_file.os = faulty_os  # type: ignore[assignment]
     try:
-        yield places.os  # type: ignore[misc]
+        yield faulty_os
     finally:
-        places.os = before
+        storage.os = atomic_file.os = os
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
@@ -55,13 +61,13 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Job:
-    """A run whose steps are taken one by one; ``state()`` is a digest of all it holds."""
+    """A run whose steps are made one by one. ``state()`` is a digest of its model and its optimizer."""
 
-    def __init__(self, place: Path | str, keep: int = 1) -> None:
+    def __init__(self, folder: Path | str, keep: int = 1) -> None:
         torch.manual_seed(1)
         self.model = build("mlp")
         self.opt = torch.optim.AdamW(self.model.parameters(), lr=0.01)
-        self.run = lockstep.Run(self.model, self.opt, lanes=1, checkpoint=place, every="1000h", keep=keep)
+        self.run = lockstep.Run(self.model, self.opt, lanes=1, checkpoint=folder, every="1000h", keep=keep)
         data = torch.utils.data.TensorDataset(*batch())
         self._loop = iter(self.run.shard(data, global_batch=8, epochs=100))
 
@@ -73,11 +79,11 @@ class Job:
             self.opt.zero_grad()
 
     def save(self) -> None:
-        """Now: between two steps, as the loop itself would."""
+        """Save now, between two steps. A failure is printed, not raised."""
         checkpoints = self.run._checkpoints
         assert checkpoints is not None
-        checkpoints._saver.begin(self.run.step)
-        checkpoints._saver.settle()
+        with suppress(SaveError):
+            checkpoints.save(self.run.step)
 
     def state(self) -> str:
         held = {"model": self.model.state_dict(), "opt": self.opt.state_dict()}

@@ -22,7 +22,7 @@ import torch
 
 from lockstep.checkpoint import manifest as manifests
 from lockstep.checkpoint.manifest import NAME, Manifest
-from lockstep.checkpoint.resume import find_and_read
+from lockstep.checkpoint.reader import read_newest
 from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.storage import open_storage
 from lockstep.comm.loopback import loopback
@@ -48,8 +48,8 @@ class Target:
         self.weights = {name: tensor.clone() for name, tensor in job.run._state.weights().items()}
         self.settings = job.run._state.settings
         job.close()
-        self.shelf = Retention(open_storage(place))
-        self.newest = place / self.shelf.whole()[0].folder
+        self.retention = Retention(open_storage(place))
+        self.newest = place / self.retention.published()[0].name
         self.files = {path.name: path.read_bytes() for path in self.newest.iterdir()}
         (self._comm,) = loopback(1, 10.0)
 
@@ -64,7 +64,7 @@ class Target:
         said: list[str] = []
         into = {name: torch.full_like(tensor, 3) for name, tensor in self.weights.items()}
         try:
-            found = find_and_read(self.shelf, self._comm, into, self.settings, said.append)
+            found = read_newest(self.retention, self._comm, into, self.settings, said.append)
         except UsageError:
             return "refused"
         assert found is not None

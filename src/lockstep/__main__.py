@@ -1,20 +1,44 @@
-"""`lockstep` and `python -m lockstep`: which command line a command belongs to."""
+"""`lockstep` and `python -m lockstep`: one parser for all commands. Imports no torch."""
 
 from __future__ import annotations
 
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
+
+import lockstep
+from lockstep.checkpoint import checkpoint_command
+from lockstep.errors import UsageError
+from lockstep.launch import command_line
+from lockstep.launch.arguments import Parser, open_standard_streams, write
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments[:1] == ["checkpoint"]:
-        from lockstep.checkpoint import checkpoint_command as checkpoint
+    """Execute one command. Returns its exit code, or 2 if the arguments cannot work."""
+    open_standard_streams()
+    try:
+        given = _parser().parse_args(argv)
+        code: int = given.execute(given)
+        return code
+    except UsageError as error:
+        write(2, f"lockstep: {error}\n")
+        return 2
 
-        return checkpoint.main(arguments[1:])
-    from lockstep.launch import command_line as launch
 
-    return launch.main(arguments)
+def _parser() -> Parser:
+    parser = Parser(prog="lockstep", description="Data-parallel training for PyTorch.", allow_abbrev=False)
+    parser.set_defaults(execute=_no_command)
+    parser.add_argument("--version", action="version", version=f"lockstep {lockstep.__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND")
+    command_line.add_parsers(commands)
+    checkpoint_command.add_parser(commands)
+    return parser
+
+
+def _no_command(given: Namespace) -> int:
+    raise UsageError(
+        "no command was given. `lockstep run -n 4 train.py` starts four workers; `lockstep --help` lists all commands."
+    )
 
 
 if __name__ == "__main__":

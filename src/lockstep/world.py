@@ -1,7 +1,6 @@
-"""World: who am I. The one place that reads RANK, LOCKSTEP_*, SLURM_*, OMPI_* and PMI_*.
+"""World: the rank and size of this worker, read from the environment. The one place that reads RANK, LOCKSTEP_*, SLURM_* etc.
 
-It knows nothing of sockets and imports no torch until asked for a device: it turns an environment
-into a frozen value and says which launcher it believed. Precedence, first complete one wins:
+It opens no socket, and imports no torch until ``World.device`` is called. The first launcher whose variables are set is used:
 
     LOCKSTEP_*  >  torchrun (RANK, WORLD_SIZE, ...)  >  Slurm step  >  Open MPI  >  PMI  >  alone
 """
@@ -25,11 +24,22 @@ COMMS = ("auto", "shm", "twolevel", "gloo", "nccl")
 
 @dataclass(frozen=True)
 class World:
-    """One worker's place among the others.
+    """The rank of this worker, the number of workers, and where the workers find each other.
 
-    ``rendezvous`` is where workers meet: ``tcp://host:port`` or ``file:///path``; empty when alone.
-    ``hosts_store`` says whether rank 0 itself must serve that TCP address (torchrun's agent
-    serves it for its workers).
+    Attributes:
+        rank: The number of this worker, from 0 to ``size`` - 1.
+        size: How many workers there are.
+        local_rank: The number of this worker among the workers of its machine.
+        local_size: How many workers its machine has.
+        source: Which launcher's variables were read, for messages.
+        rendezvous: Where the workers find each other: ``tcp://host:port`` or ``file:///path``; empty if there is one worker.
+        hosts_store: Whether this worker must serve the TCP address itself. torchrun's agent serves it for its workers.
+        run_id: Distinguishes this run, or this restart of it, from others at the same address.
+        machine: Names the machine. Workers with equal names share memory. Empty: ``machine_name()``.
+
+    Example:
+        >>> World.detect({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node7", "MASTER_PORT": "29500"}).rank
+        1
     """
 
     rank: int = 0
@@ -41,32 +51,33 @@ class World:
     hosts_store: bool = False
     run_id: str = ""
     machine: str = ""
-    """Names this worker's machine; workers with equal names share memory. Empty: ``machine_name()``."""
 
     def __post_init__(self) -> None:
         shown = f"rank {self.rank} of {self.size}, local rank {self.local_rank} of {self.local_size}"
         if self.size < 1 or not 0 <= self.rank < self.size:
-            raise UsageError(f"{self.source} says {shown}: the rank must lie in 0..size-1. Correct these variables.")
+            raise UsageError(f"{self.source} says {shown}: the rank must be from 0 to size - 1. Correct these variables.")
         if self.local_size < 1 or not 0 <= self.local_rank < self.local_size or self.local_size > self.size:
             raise UsageError(
-                f"{self.source} says {shown}: the local rank must lie in 0..local size-1, and the local size "
-                "cannot exceed the world's. Correct these variables."
+                f"{self.source} says {shown}: the local rank must be from 0 to local size - 1, and the local size "
+                "must not exceed the size. Correct these variables."
             )
 
     def __str__(self) -> str:
-        where = f", meeting at {self.rendezvous}" if self.rendezvous else ""
-        return f"rank {self.rank} of {self.size} (local {self.local_rank} of {self.local_size}; from {self.source}{where})"
+        where = f"; rendezvous {self.rendezvous}" if self.rendezvous else ""
+        return f"rank {self.rank} of {self.size} (local rank {self.local_rank} of {self.local_size}; from {self.source}{where})"
 
     @property
     def is_main(self) -> bool:
+        """Whether this worker has rank 0."""
         return self.rank == 0
 
     @property
     def spans_machines(self) -> bool:
+        """Whether some workers run on other machines."""
         return self.local_size < self.size
 
     def device(self) -> Any:
-        """The ``torch.device`` for this worker: a GPU by local rank where there are any, else the CPU."""
+        """Returns the ``torch.device`` of this worker: the GPU with the number of its local rank, or the CPU if there is no GPU."""
         import torch
 
         gpus = torch.cuda.device_count()
@@ -74,7 +85,17 @@ class World:
 
     @staticmethod
     def detect(environ: Mapping[str, str] | None = None) -> World:
-        """Read the launcher's variables. Half-set or contradictory ones are a ``UsageError`` that lists them."""
+        """Read the variables of the launcher that started this process.
+
+        Args:
+            environ: The variables; default: ``os.environ``.
+
+        Returns:
+            The world that they describe; a world of one worker if there are none.
+
+        Raises:
+            UsageError: Some variables of a launcher are missing or contradict each other. The message lists them.
+        """
         env = os.environ if environ is None else environ
         for read in (_from_lockstep, _from_torchrun, _from_slurm, _from_openmpi, _from_pmi):
             world = read(env)
@@ -85,20 +106,20 @@ class World:
 
 @dataclass(frozen=True)
 class AgentEndpoint:
-    """A worker's line to its agent: an open socket, its number in the run, and the run's folder."""
+    """What the agent of `lockstep run` tells a worker. ``fd``: a socket to the agent. ``worker``: the number of the worker."""
 
     fd: int
     worker: int
     run_dir: str
     hang_timeout_s: float = 30.0
     start_size: int = 0
-    """How many workers the run began with; 0 where nobody says."""
+    """How many workers the run began with; 0 if it is not known."""
     ledger: str = ""
-    """Where to write which samples were committed; empty: nowhere."""
+    """The folder in which to record which samples were committed; empty: do not record."""
 
 
 def agent_endpoint(environ: Mapping[str, str] | None = None) -> AgentEndpoint | None:
-    """Where ``lockstep run`` started this process; None elsewhere."""
+    """Returns what the agent has told this process, or None if `lockstep run` did not start it."""
     env = os.environ if environ is None else environ
     if "LOCKSTEP_AGENT_FD" not in env:
         return None
@@ -113,24 +134,25 @@ def agent_endpoint(environ: Mapping[str, str] | None = None) -> AgentEndpoint | 
 
 
 def requested_comm(environ: Mapping[str, str] | None = None) -> str:
-    """What LOCKSTEP_COMM asks for: one of COMMS, "auto" where it is not set."""
-    asked = (os.environ if environ is None else environ).get("LOCKSTEP_COMM", "auto")
-    return require_comm(asked, "LOCKSTEP_COMM")
+    """Returns the value of LOCKSTEP_COMM, which must be one of COMMS; "auto" if it is not set."""
+    requested = (os.environ if environ is None else environ).get("LOCKSTEP_COMM", "auto")
+    return require_comm(requested, "LOCKSTEP_COMM")
 
 
-def require_comm(name: str, whose: str) -> str:
+def require_comm(name: str, argument: str) -> str:
+    """Returns ``name``. Raises UsageError if it is not one of COMMS. ``argument``: where ``name`` was given, for the message."""
     if name not in COMMS:
-        raise UsageError(f"{whose}={name!r} is no way to carry gradients. Choose one of {', '.join(COMMS)}.")
+        raise UsageError(f"{argument}={name!r} is not a way to send gradients. Choose one of {', '.join(COMMS)}.")
     return name
 
 
 def ask_cublas_to_repeat() -> None:
-    """cuBLAS gives the same bits again only if told so before its first use. A value of the user's own stays."""
+    """Make cuBLAS deterministic. Must be called before its first use. A value that the user has set is kept."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def machine_name() -> str:
-    """Equal for two processes exactly if they can see each other: one kernel, and one process namespace."""
+    """Returns a name that is equal for two processes exactly if they have the same kernel and the same pid namespace."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as boot:
             return f"{boot.read().strip()}/{os.stat('/proc/self/ns/pid').st_ino}"
@@ -142,42 +164,32 @@ def _from_lockstep(env: Mapping[str, str]) -> World | None:
     found = _ints(env, "LOCKSTEP_*", "LOCKSTEP_RANK", "LOCKSTEP_SIZE", local=("LOCKSTEP_LOCAL_RANK", "LOCKSTEP_LOCAL_SIZE"))
     if found is None:
         return None
-    rank, size, local_rank, local_size = found
+    rank, size, _, _ = found
     store = env.get("LOCKSTEP_STORE", "")
-    if size > 1:
-        parsed = urlparse(store)
-        if (parsed.scheme == "tcp" and parsed.hostname and parsed.port) or (parsed.scheme == "file" and parsed.path):
-            pass
-        else:
-            raise UsageError(
-                f"LOCKSTEP_SIZE={size} needs a place to meet, but LOCKSTEP_STORE={store!r}. "
-                "Set it to tcp://HOST:PORT or file:///PATH, the same for every worker."
-            )
-    run_id = env.get("LOCKSTEP_RUN_ID", "")
-    machine = env.get("LOCKSTEP_MACHINE", "")
-    return World(rank, size, local_rank, local_size, "LOCKSTEP_*", store, hosts_store=rank == 0, run_id=run_id, machine=machine)
+    parsed = urlparse(store)
+    is_address = (parsed.scheme == "tcp" and parsed.hostname and parsed.port) or (parsed.scheme == "file" and parsed.path)
+    if size > 1 and not is_address:
+        raise UsageError(
+            f"LOCKSTEP_SIZE={size} needs a rendezvous, but LOCKSTEP_STORE={store!r}. "
+            "Set it to tcp://HOST:PORT or file:///PATH, the same for every worker."
+        )
+    run_id, machine = env.get("LOCKSTEP_RUN_ID", ""), env.get("LOCKSTEP_MACHINE", "")
+    return World(*found, "LOCKSTEP_*", store, hosts_store=rank == 0, run_id=run_id, machine=machine)
 
 
 def _from_torchrun(env: Mapping[str, str]) -> World | None:
     found = _ints(env, "torchrun", "RANK", "WORLD_SIZE", local=("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
     if found is None:
         return None
-    rank, size, local_rank, local_size = found
+    rank, size, _, _ = found
     agent_serves = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return World(
-        rank,
-        size,
-        local_rank,
-        local_size,
-        "torchrun",
-        _master(env, size, "torchrun"),
-        hosts_store=rank == 0 and not agent_serves,
-        run_id=env.get("TORCHELASTIC_RUN_ID", "") + "." + env.get("TORCHELASTIC_RESTART_COUNT", "0"),
-    )
+    run_id = env.get("TORCHELASTIC_RUN_ID", "") + "." + env.get("TORCHELASTIC_RESTART_COUNT", "0")
+    rendezvous = _master(env, size, "torchrun")
+    return World(*found, "torchrun", rendezvous, hosts_store=rank == 0 and not agent_serves, run_id=run_id)
 
 
 def _from_slurm(env: Mapping[str, str]) -> World | None:
-    # SLURM_STEP_NUM_TASKS is set by srun alone; an sbatch script has SLURM_PROCID too, but is no step.
+    # Only srun sets SLURM_STEP_NUM_TASKS. An sbatch script has SLURM_PROCID too, but it is one process.
     if "SLURM_STEP_NUM_TASKS" not in env:
         return None
     found = _ints(env, "a Slurm step", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", local=("SLURM_LOCALID", ""))
@@ -188,19 +200,17 @@ def _from_slurm(env: Mapping[str, str]) -> World | None:
     if per_node and sum(per_node) != size:
         raise UsageError(
             f"Slurm's variables contradict each other: SLURM_STEP_NUM_TASKS={size} but "
-            f"SLURM_STEP_TASKS_PER_NODE={env['SLURM_STEP_TASKS_PER_NODE']} adds up to {sum(per_node)}."
+            f"SLURM_STEP_TASKS_PER_NODE={env['SLURM_STEP_TASKS_PER_NODE']} adds up to {sum(per_node)}. Correct one of them."
         )
     node = _int(env, "SLURM_NODEID") if "SLURM_NODEID" in env else 0
     local_size = per_node[node] if node < len(per_node) else (size if nodes == 1 else local_rank + 1)
     job = env.get("SLURM_JOB_ID", env.get("SLURM_JOBID", "0")) + "." + env.get("SLURM_STEP_ID", "0")
-    if size == 1:
-        rendezvous = ""
-    elif "MASTER_ADDR" in env:
-        rendezvous = f"tcp://{env['MASTER_ADDR']}:{env.get('MASTER_PORT') or _port(job)}"
-    elif nodes == 1:
+    rendezvous = ""
+    if size > 1 and nodes == 1 and "MASTER_ADDR" not in env:
         rendezvous = _private_file(f"slurm-{job}")
-    else:
-        rendezvous = f"tcp://{_first_host(env.get('SLURM_STEP_NODELIST', ''))}:{env.get('MASTER_PORT') or _port(job)}"
+    elif size > 1:
+        host = env.get("MASTER_ADDR") or _first_host(env.get("SLURM_STEP_NODELIST", ""))
+        rendezvous = f"tcp://{host}:{env.get('MASTER_PORT') or _port(job)}"
     return World(rank, size, local_rank, local_size, "a Slurm step", rendezvous, hosts_store=rank == 0, run_id=job)
 
 
@@ -218,38 +228,38 @@ def _from_pmi(env: Mapping[str, str]) -> World | None:
 
 
 def _mpi_world(env: Mapping[str, str], source: str, found: tuple[int, int, int, int], job: str) -> World:
-    rank, size, local_rank, local_size = found
-    if size == 1:
-        rendezvous = ""
-    elif "MASTER_ADDR" in env or "MASTER_PORT" in env or local_size < size:
-        rendezvous = _master(env, size, source)
-    else:
-        rendezvous = _private_file(job)
-    return World(rank, size, local_rank, local_size, source, rendezvous, hosts_store=rank == 0, run_id=job)
+    rank, size, _, local_size = found
+    needs_master = "MASTER_ADDR" in env or "MASTER_PORT" in env or local_size < size
+    rendezvous = "" if size == 1 else _master(env, size, source) if needs_master else _private_file(job)
+    return World(*found, source, rendezvous, hosts_store=rank == 0, run_id=job)
 
 
 def _ints(
     env: Mapping[str, str], source: str, rank_key: str, size_key: str, local: tuple[str, str]
 ) -> tuple[int, int, int, int] | None:
-    """(rank, size, local rank, local size), None where neither is set; one without the other is an error."""
-    keys = [rank_key, size_key]
-    present = [k for k in keys if k in env]
+    """Returns (rank, size, local rank, local size), or None if neither rank nor size is set.
+
+    Raises UsageError if only one of them is set, or if they contradict each other.
+    """
+    present = [key for key in (rank_key, size_key) if key in env]
     if not present:
         return None
     if len(present) == 1:
-        (missing,) = [k for k in keys if k not in env]
+        missing = size_key if present == [rank_key] else rank_key
         raise UsageError(
-            f"{source} is half set: {present[0]}={env[present[0]]!r} is there but {missing} is not. "
-            f"Set both, or unset {present[0]} to run alone."
+            f"the variables of {source} are incomplete: {present[0]}={env[present[0]]!r} is set, but {missing} is not. "
+            f"Set both, or unset {present[0]} to run one worker."
         )
     rank, size = _int(env, rank_key), _int(env, size_key)
     if not 0 <= rank < size:
-        raise UsageError(f"{source} contradicts itself: {rank_key}={rank} with {size_key}={size}; the rank must be below the size.")
+        raise UsageError(
+            f"{rank_key}={rank} contradicts {size_key}={size}: the rank must be from 0 to size - 1. Correct one of them."
+        )
     local_rank_key, local_size_key = local
     if local_size_key and local_rank_key in env and local_size_key in env:
         return rank, size, _int(env, local_rank_key), _int(env, local_size_key)
     if local_rank_key in env:
-        # Without a local size, all workers count as one machine's unless the local rank says otherwise.
+        # Without a local size, all workers are taken to be on one machine, unless the local rank differs from the rank.
         local_rank = _int(env, local_rank_key)
         return rank, size, local_rank, size if local_rank == rank else local_rank + 1
     return rank, size, rank, size
@@ -259,17 +269,17 @@ def _int(env: Mapping[str, str], key: str) -> int:
     try:
         return int(env[key])
     except ValueError:
-        raise UsageError(f"{key}={env[key]!r} is not a whole number. Set it to one, or unset it.") from None
+        raise UsageError(f"{key}={env[key]!r} is not a whole number. Correct it, or unset it.") from None
 
 
 def _master(env: Mapping[str, str], size: int, source: str) -> str:
-    if size == 1 and not ("MASTER_ADDR" in env and "MASTER_PORT" in env):
+    missing = [key for key in ("MASTER_ADDR", "MASTER_PORT") if not env.get(key)]
+    if missing and size == 1:
         return ""
-    missing = [k for k in ("MASTER_ADDR", "MASTER_PORT") if not env.get(k)]
     if missing:
-        have = ", ".join(f"{k}={env[k]}" for k in ("MASTER_ADDR", "MASTER_PORT") if k not in missing) or "neither"
+        found = ", ".join(f"{key}={env[key]}" for key in ("MASTER_ADDR", "MASTER_PORT") if key not in missing) or "neither"
         raise UsageError(
-            f"{source} gives {size} workers but no place to meet: {' and '.join(missing)} not set (found {have}). "
+            f"{source} starts {size} workers, which need {' and '.join(missing)} to find each other (found {found}). "
             "Set MASTER_ADDR to rank 0's address and MASTER_PORT to a free port there."
         )
     return f"tcp://{env['MASTER_ADDR']}:{_int(env, 'MASTER_PORT')}"
@@ -280,7 +290,7 @@ def _port(job: str) -> int:
 
 
 def _parent() -> str:
-    """Names the launcher that started this worker and its neighbours; a later one with the same number has another start."""
+    """Names the launcher process by pid and start time, so that a later launcher with the same pid has another name."""
     try:
         with open(f"/proc/{os.getppid()}/stat") as status:
             return f"parent-{os.getppid()}-{status.read().rpartition(')')[2].split()[19]}"
@@ -289,7 +299,7 @@ def _parent() -> str:
 
 
 def _private_file(job: str) -> str:
-    """A path that workers of one job on one machine agree on without talking; it opens no port."""
+    """A rendezvous file for the workers of one job on one machine. All of them compute the same path, and no port is opened."""
     name = hashlib.sha256(f"{os.getuid()}/{job}".encode()).hexdigest()[:24]
     return f"file://{tempfile.gettempdir()}/lockstep-{os.getuid()}/{name}"
 
@@ -300,7 +310,7 @@ def _expand_tasks(text: str) -> list[int]:
     for part in filter(None, text.split(",")):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
         if match is None:
-            raise UsageError(f"SLURM_STEP_TASKS_PER_NODE={text!r} cannot be read. Set LOCKSTEP_RANK and LOCKSTEP_SIZE by hand.")
+            raise UsageError(f"SLURM_STEP_TASKS_PER_NODE={text!r} cannot be parsed. Set LOCKSTEP_RANK and LOCKSTEP_SIZE by hand.")
         out += [int(match[1])] * int(match[2] or 1)
     return out
 
@@ -309,6 +319,6 @@ def _first_host(nodelist: str) -> str:
     """Slurm's "gpu[003-007,9],cpu1" -> "gpu003"."""
     match = re.match(r"([^,\[]+)(?:\[([^\]]+)\]([^,]*))?", nodelist)
     if match is None:
-        raise UsageError(f"SLURM_STEP_NODELIST={nodelist!r} names no host to meet at. Set MASTER_ADDR to the first node's address.")
+        raise UsageError(f"SLURM_STEP_NODELIST={nodelist!r} names no host. Set MASTER_ADDR to the address of the first node.")
     prefix, ranges, suffix = match[1], match[2], match[3] or ""
     return prefix + re.split(r"[,-]", ranges)[0] + suffix if ranges else prefix

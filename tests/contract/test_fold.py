@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.comm import fold_gloo as fold_wire
+from lockstep.comm import fold_gloo
 from lockstep.comm.base import Comm, Pending, real
+from lockstep.comm.connections import Connections
 from lockstep.comm.fold_nccl import fold_on_stream
 from lockstep.comm.open_comm import open_comm
-from lockstep.comm.sockets import Connections
 from lockstep.comm.store import open_store
 from lockstep.comm.torch_group import TorchGroup, build_gloo, destroy_gloo
 from lockstep.errors import InvariantError, PeerError, UsageError
@@ -96,7 +96,7 @@ def test_every_rank_gets_the_bits_of_one_process(kind: str, size: int) -> None:
 def cut_small(comm: Comm, copied_bytes: int = 1 << 20) -> None:
     """Let small tensors travel as large ones do."""
     if comm.name != "loopback":  # which is this very process, and needs none of it
-        fold_wire.PIECE_BYTES, fold_wire.COPIED_BYTES = 1 << 12, copied_bytes
+        fold_gloo.PIECE_BYTES, fold_gloo.COPIED_BYTES = 1 << 12, copied_bytes
 
 
 def folds_unusual_dealings(comm: Comm) -> None:
@@ -411,7 +411,7 @@ def test_two_level_folds_for_any_assignment_of_ranks_to_machines(machines: str) 
 
 def test_a_fold_that_does_not_fit_is_our_own_error() -> None:
     def refuses(comm: Comm) -> None:
-        with pytest.raises(InvariantError, match="3 holders was given to 2"):
+        with pytest.raises(InvariantError, match="3 workers was given to 2"):
             comm.fold(torch.zeros(9), fold(3, assign_lanes(3, 3)), None, "a fold")
         with pytest.raises(InvariantError, match="7 elements are not 2 rows"):
             comm.fold(torch.zeros(7), fold(6, assign_lanes(6, 2)), None, "a fold")

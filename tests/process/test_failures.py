@@ -1,4 +1,4 @@
-"""Another worker dies, stands still, leaves or raises: everybody else is told who, when and where."""
+"""A worker dies, hangs, leaves or raises: every other worker gets an error that says which worker, when and at which operation."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def misbehave(fault: str, model: nn.Module, x: torch.Tensor, y: torch.Tensor) ->
 
 
 def lonely_wait() -> None:
-    """Stand aside until the others have given up (bounded: the test's deadline is longer)."""
+    """Do nothing until the waits of the others have timed out."""
     deadline = time.monotonic() + 3 * TIMEOUT_S
     while time.monotonic() < deadline:
         time.sleep(0.05)
@@ -115,7 +115,7 @@ def one_short_wait(rank: int, size: int, comm: str) -> float:
     carrier = lockstep.replica_of(lockstep.replicate(MLP(), timeout_s=20, comm=comm)).comm
     began = time.monotonic()
     while rank == 1 and time.monotonic() - began < 3:
-        time.sleep(0.05)  # stands aside, but stays: its closing connections would end the waits too
+        time.sleep(0.05)  # does nothing, but does not leave: its closing connections would end the waits too
     if rank == 1:
         return 0.0
     with pytest.raises(lockstep.PeerError) as caught:
@@ -128,7 +128,7 @@ def one_short_wait(rank: int, size: int, comm: str) -> float:
 
 
 @pytest.mark.parametrize("comm", ["gloo", "shm"])
-def test_one_rank_that_gives_up_releases_all_others(comm: str) -> None:
+def test_a_timeout_on_one_rank_ends_the_waits_of_all_others(comm: str) -> None:
     assert max(run_workers(one_short_wait, 3, comm)) < 2.5
 
 
@@ -144,7 +144,7 @@ def leave_early(rank: int, size: int) -> str:
     return ""
 
 
-def test_a_rank_whose_loop_was_shorter_is_told_from_one_that_died() -> None:
+def test_a_rank_whose_loop_was_shorter_is_distinguished_from_a_rank_that_died() -> None:
     messages = run_workers(leave_early, 3)
     assert messages[1] == ""
     for rank in (0, 2):

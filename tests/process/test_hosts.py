@@ -1,4 +1,4 @@
-"""Two hosts, played by network namespaces with a real link between them: what crosses it is counted by the kernel."""
+"""Two hosts, simulated by network namespaces with a real link between them: the kernel counts the bytes that cross the link."""
 
 from __future__ import annotations
 

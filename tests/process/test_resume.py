@@ -85,7 +85,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def saved_steps(place: Path) -> list[int]:
-    return [slot.step for slot in Retention(open_storage(place)).whole()]
+    return [folder.step for folder in Retention(open_storage(place)).published()]
 
 
 @pytest.mark.parametrize(("before", "after", "loaders"), [(3, 2, "0"), (1, 4, "0"), (2, 1, "2")])
@@ -140,7 +140,7 @@ def children_of(pid: int) -> list[int]:
 
 def test_sigterm_without_a_place_ends_as_before(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    script.write_text(SCRIPT.read_text().replace("checkpoint=place, ", ""))
+    script.write_text(SCRIPT.read_text().replace("checkpoint=folder,", ""))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "RESUME_NOTES": str(tmp_path)}
     command = [sys.executable, "-m", "lockstep", "run", "-n", "2", "--run-dir", str(tmp_path / "run"), str(script), str(HERE), "-"]
     with (tmp_path / "output.txt").open("wb") as output:
@@ -170,12 +170,13 @@ def test_a_flipped_bit_is_named_and_healed_from_the_majority(expected: str, tmp_
     assert "It was restored from rank 0" in run.output
 
 
-def test_checkpoints_with_a_wrong_bit_go(tmp_path: Path) -> None:
-    place = tmp_path / "place"
-    run = Started(tmp_path / "run", place, 3, RESUME_FLIP_AT="23", RESUME_EVERY="12 steps")
-    while not {25, 36} & set(steps := saved_steps(place)) or 24 in steps:  # one is made when it is found, after step 25
-        assert run.process.poll() is None, (steps, run.output)
+def test_checkpoints_made_while_replicas_differed_are_removed(tmp_path: Path) -> None:
+    """Replicas are equal after step 20, differ from step 21 on, and are compared after step 25."""
+    folder = tmp_path / "checkpoints"
+    run = Started(tmp_path / "run", folder, 3, RESUME_FLIP_AT="21", RESUME_EVERY="2 steps", RESUME_KEEP="100")
     run.result()
+    # keep=100 would let 22 and 24 stay. The checkpoint of step 25 was made instead of them.
+    assert saved_steps(folder) == [*range(60, 25, -2), 25, *range(20, 0, -2)]
 
 
 def test_two_workers_that_differ_stop_with_both_sums(tmp_path: Path) -> None:

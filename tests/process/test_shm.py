@@ -1,4 +1,4 @@
-"""Shared memory: private, gone after any crash, found too small before training, safe from the stale."""
+"""Shared memory is private, leaves no file after a crash, is checked for size before training, and is safe from stale workers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def trained(model: torch.nn.Module, rank: int, size: int, steps: int = 4) -> byt
     return digest(model)
 
 
-# -- the choice --------------------------------------------------------------------------------
+# -- which comm is chosen --------------------------------------------------------------------------------
 
 
 def chosen(rank: int, size: int, machines: str, kind: str | None) -> tuple[str, bytes]:
@@ -90,7 +90,7 @@ def test_shm_across_machines_is_refused() -> None:
 def test_two_level_machines_of_unequal_numbers_of_workers(machines: str) -> None:
     results = run_workers(chosen, len(machines), machines, None)
     assert len({d for _, d in results}) == 1
-    # the digits differ from one process only in the order of addition: parity is tested in the contract
+    # the result differs from that of one process only by the order of additions; tests/contract tests the values
 
 
 def bytes_between(rank: int, size: int, machines: str) -> tuple[str, int]:
@@ -143,9 +143,9 @@ def test_a_segment_is_private_zeroed_and_has_no_name() -> None:
     other = Segment.open(segment.address, 1 << 16)
     segment.memory[5] = 7
     assert other.memory[5] == 7
-    with pytest.raises(SegmentError, match="another size"):
+    with pytest.raises(SegmentError, match="different size"):
         Segment.open(segment.address, 1 << 15)
-    segment.seal()
+    segment.close_descriptor()
     with pytest.raises(SegmentError):
         Segment.open("/proc/1/fd/9999", 10)
 
@@ -201,7 +201,7 @@ def test_too_little_shared_memory_is_found_before_training_and_falls_back_to_glo
 
 
 def stale(rank: int, size: int) -> Any:
-    """Rank 1 stops in the middle of a step; the others abort and go on in a new generation; then it wakes up."""
+    """Rank 1 is stopped in the middle of a step; the others abort and form a new generation; then rank 1 wakes up."""
     comm = open_comm(CPU, timeout_s=30, kind="shm")
     bucket = comm.buffer(100_000, torch.float32, CPU)
     if rank == 1:
@@ -216,7 +216,7 @@ def stale(rank: int, size: int) -> Any:
             return str(error)
         return "nothing noticed"
     began = time.monotonic()
-    threading.Timer(1.0, lambda: comm.abort("rank 1 stands still")).start()
+    threading.Timer(1.0, lambda: comm.abort("rank 1 hangs")).start()
     try:
         while time.monotonic() < began + 20:
             comm.reduce(bucket, "sum", "a bucket").wait()
@@ -235,7 +235,7 @@ def stale(rank: int, size: int) -> Any:
         second.reduce(bucket, "sum", "a later bucket").wait()
         if not bool((bucket[1:] == 2.0).all()):
             return f"generation 2 was disturbed: {bucket.unique()}"
-        if bucket[0] == 0:  # both have had enough
+        if bucket[0] == 0:  # on both ranks the time is over
             second.barrier()
             return "undisturbed"
 
@@ -272,10 +272,10 @@ def test_a_death_is_noticed_long_before_the_timeout() -> None:
         assert took_s < 5, "a process descriptor tells, not the timeout of 30 s"
 
 
-# -- shapes and crowds -------------------------------------------------------------------------
+# -- shapes and many workers----------------------------------------------------------------------
 
 
-def crowd(rank: int, size: int) -> float:
+def many_workers(rank: int, size: int) -> float:
     comm = open_comm(CPU, timeout_s=60, kind="shm")
     bucket = comm.buffer(10_007, torch.float32, CPU)
     for step in range(5):
@@ -288,7 +288,7 @@ def crowd(rank: int, size: int) -> float:
 
 
 def test_32_workers_on_few_cores() -> None:
-    assert len(set(run_workers(crowd, 32, deadline_s=120))) == 1
+    assert len(set(run_workers(many_workers, 32, deadline_s=120))) == 1
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 32])
@@ -318,7 +318,7 @@ def hold_and_die(rank: int, size: int, address: str, nbytes: int) -> None:
 
 def test_a_worker_killed_while_it_holds_the_mutex_does_not_stop_the_others() -> None:
     segment = Segment.create(4096)
-    counters = LockedCounters(segment.memory, 0, 2, first=True)
+    counters = LockedCounters(segment.memory, 0, 2, is_first=True)
     run_workers(hold_and_die, 1, segment.address, 4096, check=False)
     counters.publish(0, 5)
     assert counters.read() == [5, 0]

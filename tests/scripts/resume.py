@@ -1,4 +1,4 @@
-"""Trains a small CNN with checkpoints; argv: the repository, the place. RESUME_* ask for loaders, a rhythm, a flipped bit."""
+"""Trains a small CNN with checkpoints. argv: the repository, the folder. RESUME_* set loaders, every, keep, and a bit to flip."""
 
 import os
 import sys
@@ -13,7 +13,7 @@ from tests.lane_jobs import CNN, Augmented, sgd
 import lockstep
 from lockstep.comm.plain_state import digest, flatten
 
-place = sys.argv[2]
+folder = sys.argv[2]
 worker = os.environ.get("LOCKSTEP_WORKER", "0")
 notes = Path(os.environ["RESUME_NOTES"])
 (notes / f"pid-{worker}").write_text(str(os.getpid()))
@@ -23,7 +23,15 @@ model = CNN()
 opt = sgd(model)
 sched = torch.optim.lr_scheduler.CosineAnnealingLR(opt, 60)
 run = lockstep.Run(
-    model, opt, sched, lanes=8, seed=3, checkpoint=place, every=os.environ.get("RESUME_EVERY", "7 steps"), verify_every=5
+    model,
+    opt,
+    sched,
+    lanes=8,
+    seed=3,
+    checkpoint=folder,
+    every=os.environ.get("RESUME_EVERY", "7 steps"),
+    keep=int(os.environ.get("RESUME_KEEP", "3")),
+    verify_every=5,
 )
 loaders = int(os.environ.get("RESUME_LOADERS", "0"))
 for x, y in run.shard(Augmented(), global_batch=16, shuffle=True, epochs=12, num_workers=loaders):

@@ -42,9 +42,9 @@ def before(owner: object, name: str, gap: str) -> None:
     setattr(owner, name, wrapped)
 
 
-before(run._engine._reducer, "_launch_full", "bucket")
+before(run._engine._reducer, "_launch_buckets", "bucket")
 before(run._engine._reducer, "end", "end_of_backward")
-before(run._engine, "_word", "control")
+before(run._engine, "_control_word", "control")
 for x, y in run.shard(dataset(), global_batch=16, shuffle=True, epochs=12):
     time.sleep(0.01)
     if (folder / f"raise-{worker}").exists():

@@ -86,20 +86,20 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_never_interrupted(
 
 
 def test_checkpoints_are_made_when_due_and_old_ones_go(tmp_path: Path) -> None:
-    train(tmp_path, keep=2)
-    assert [slot.step for slot in Retention(open_storage(tmp_path)).whole()] == [15, 12]
-    (tmp_path / "step-000000099-0123456789abcdef").mkdir()  # half-written
-    (tmp_path / "mine").mkdir()
-    assert train(tmp_path, every="1 epoch", keep=1).startswith("15 ")
-    assert {path.name[:14] for path in tmp_path.iterdir()} >= {"step-000000015", "mine"}
+    incomplete, foreign = tmp_path / "step-000000099-0123456789abcdef", tmp_path / "mine"
+    incomplete.mkdir()  # without a manifest it is not resumed from
+    foreign.mkdir()
+    assert train(tmp_path, keep=2) == train(None)
+    assert sorted(path.name[:14] for path in tmp_path.iterdir()) == ["mine", "step-000000012", "step-000000015"]
+    assert [folder.step for folder in Retention(open_storage(tmp_path)).published()] == [15, 12]
 
 
 def test_epochs_seconds_and_wishes_of_the_user(tmp_path: Path) -> None:
     for every, expected in (("1 epoch", [15, 10, 5]), ("1h", [15, 10])):
         train(tmp_path / every, every=every)
-        assert [slot.step for slot in Retention(open_storage(tmp_path / every)).whole()] == expected
+        assert [folder.step for folder in Retention(open_storage(tmp_path / every)).published()] == expected
     train(tmp_path / "now", every="0.000001 s")  # one after the other, as fast as they are written
-    assert len(Retention(open_storage(tmp_path / "now")).whole()) == 3
+    assert len(Retention(open_storage(tmp_path / "now")).published()) == 3
     model = build("mlp")
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
     with lockstep.Run(model, opt, lanes=2, checkpoint=tmp_path / "own", every="1h") as run:
@@ -113,7 +113,7 @@ def test_epochs_seconds_and_wishes_of_the_user(tmp_path: Path) -> None:
             opt.zero_grad()
             if run.every(2):
                 run.save()
-    assert [slot.step for slot in Retention(open_storage(tmp_path / "own")).whole()] == [5, 4, 2]
+    assert [folder.step for folder in Retention(open_storage(tmp_path / "own")).published()] == [5, 4, 2]
 
 
 def test_what_was_asked_for_is_saved_also_when_the_loop_is_left_at_once(tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_what_was_asked_for_is_saved_also_when_the_loop_is_left_at_once(tmp_path
             if run.every(3):
                 run.save()
                 break
-    assert [slot.step for slot in Retention(open_storage(tmp_path)).whole()] == [3]
+    assert [folder.step for folder in Retention(open_storage(tmp_path)).published()] == [3]
 
 
 class Caching(nn.Module):
@@ -183,8 +183,7 @@ def test_two_ranks_write_parts_of_one_checkpoint(tmp_path: Path) -> None:
 
 
 def newest(place: Path) -> Path:
-    shelf = Retention(open_storage(place))
-    return place / shelf.whole()[0].folder
+    return place / Retention(open_storage(place)).published()[0].name
 
 
 def test_weights_are_found_by_any_reader_of_safetensors(tmp_path: Path) -> None:
@@ -266,7 +265,9 @@ def test_a_parameter_of_another_shape_is_named(tmp_path: Path) -> None:
             with lockstep.Run(model, opt, lanes=1, checkpoint=tmp_path) as run:
                 run.save()
         else:
-            with pytest.raises(UsageError, match=r"its 0.weight has shape \[6, 12\] and dtype float32, this one's \[7, 12\]"):
+            with pytest.raises(
+                UsageError, match=r"its 0.weight has shape \[6, 12\] and dtype float32, in this model it has shape \[7, 12\]"
+            ):
                 lockstep.Run(model, opt, lanes=1, checkpoint=tmp_path)
 
 
@@ -289,10 +290,10 @@ def test_a_state_that_is_no_plain_data_is_named_after_the_first_step(tmp_path: P
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"every": "often"}, 'Write "10min"'),
-        ({"every": "0 steps"}, "no rhythm"),
-        ({"every": "1.5 epochs"}, "whole number of epochs"),
-        ({"keep": 0}, "Keep 1 or more"),
+        ({"every": "often"}, "is not an interval. Use '10min'"),
+        ({"every": "0 steps"}, "whole numbers from 1. Use '1 step'"),
+        ({"every": "1.5 epochs"}, "epochs are counted in whole numbers"),
+        ({"keep": 0}, "not a number of checkpoints. Use 1 or more"),
         ({"checkpoint": ""}, "names no folder"),
         ({"checkpoint": "nosuch://bucket"}, "cannot be reached"),
         ({"verify_every": -1}, "verify_every=-1"),
@@ -326,7 +327,7 @@ def test_an_object_store_by_url(capsys: pytest.CaptureFixture[str]) -> None:
     assert train(url, 7) == ""
     assert train(url) == undisturbed
     assert f"resumed at step 6 from {url}" in capsys.readouterr().err
-    assert [slot.step for slot in Retention(open_storage(url)).whole()] == [15, 12, 10]
+    assert [folder.step for folder in Retention(open_storage(url)).published()] == [15, 12, 10]
 
 
 def test_a_full_disk_does_not_stop_training(
@@ -334,30 +335,30 @@ def test_a_full_disk_does_not_stop_training(
 ) -> None:
     undisturbed = train(None)
     train(tmp_path, 4)
-    from lockstep.checkpoint import storage as place
+    from lockstep.checkpoint import storage
 
-    def full(self: place.Folder, folder: str, file: str, pieces: Any) -> None:
+    def full(self: storage.LocalStorage, folder: str, file: str, pieces: Any) -> None:
         raise OSError(28, "No space left on device", file)
 
-    monkeypatch.setattr(place.Folder, "write", full)
+    monkeypatch.setattr(storage.LocalStorage, "write", full)
     assert train(tmp_path) == undisturbed
     said = capsys.readouterr().err
     assert "the checkpoint of step 6" in said
     assert "No space left on device" in said
-    assert [slot.step for slot in Retention(open_storage(tmp_path)).whole()] == [3]
+    assert [folder.step for folder in Retention(open_storage(tmp_path)).published()] == [3]
     assert len(list(tmp_path.iterdir())) == 1  # what was half-written is gone
     monkeypatch.undo()
     assert train(tmp_path) == undisturbed
 
 
 def test_a_save_by_hand_that_fails_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lockstep.checkpoint import storage as place
+    from lockstep.checkpoint import storage
 
-    def refused(self: place.Folder, folder: str, manifest: bytes) -> None:
+    def refused(self: storage.LocalStorage, folder: str, manifest: bytes) -> None:
         raise PermissionError(13, "Permission denied")
 
     model = build("mlp")
     with lockstep.Run(model, torch.optim.SGD(model.parameters(), lr=0.1), lanes=1, checkpoint=tmp_path) as run:
-        monkeypatch.setattr(place.Folder, "publish", refused)
+        monkeypatch.setattr(storage.LocalStorage, "publish", refused)
         with pytest.raises(OSError, match="was not written: rank 0: PermissionError"):
             run.save()

@@ -45,7 +45,7 @@ def test_list_and_verify(place: Path, capfd: pytest.CaptureFixture[str]) -> None
     newest, oldest = capfd.readouterr().out.splitlines()[-2:]
     assert "damaged: tensor " in newest
     assert "its checksum differs" in newest
-    assert "whole: " in oldest
+    assert "intact: " in oldest
     assert main(["checkpoint", "verify", str(place), "--step", "1"]) == 0
 
 
@@ -60,11 +60,11 @@ def test_export_writes_what_other_programs_load(place: Path, tmp_path: Path, cap
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), job.model.state_dict().values(), strict=True))
     job.close()
     assert main(["checkpoint", "export", str(place), str(target)]) == 2
-    assert "is there already" in capfd.readouterr().err
+    assert "exists already" in capfd.readouterr().err
     damage(place, 2)
     target.unlink()
     assert main(["checkpoint", "export", str(place), str(target)]) == 1
-    assert "Choose another with --step" in capfd.readouterr().err
+    assert "Choose another checkpoint with --step" in capfd.readouterr().err
     assert not target.exists()
     assert main(["checkpoint", "export", str(place), str(target), "--step", "1"]) == 0
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["model.safetensors"]
@@ -73,11 +73,11 @@ def test_export_writes_what_other_programs_load(place: Path, tmp_path: Path, cap
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ([], "what should be done"),
-        (["lst", "x"], "invalid choice"),
-        (["list"], "required: PLACE"),
+        ([], "no command was given"),
+        (["lst", "x"], "there is no command lst. Did you mean list?"),
+        (["list"], "required: FOLDER"),
         (["list", "nowhere"], "there is no checkpoint in"),
-        (["verify", "PLACE", "--step", "9"], "there are those of 2, 1"),
+        (["verify", "PLACE", "--step", "9"], "Choose one of these steps: 2, 1"),
         (["verify", "PLACE", "--stp", "9"], "Did you mean --step"),
         (["export", "PLACE", "nowhere/model"], "there is no folder nowhere"),
         (["list", "nosuch://x"], "cannot be reached"),

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.checkpoint.checksum import CHUNK_BYTES, ROW_BYTES, Sum, checksum, checksums
+from lockstep.checkpoint.checksum import CHUNK_BYTES, ROW_BYTES, Checksum, checksum, checksums
 
 SIZES = [0, 1, 7, 8, ROW_BYTES - 1, ROW_BYTES, ROW_BYTES + 9, 3 * ROW_BYTES, CHUNK_BYTES + 8, 2 * CHUNK_BYTES + 3]
 
@@ -23,7 +23,7 @@ def test_lengths_and_zeros_differ() -> None:
 def test_pieces_views_and_strides_do_not_matter() -> None:
     for size in SIZES[1:]:
         whole = noise(size)
-        one = Sum()
+        one = Checksum()
         for begin in range(0, size, 2 * ROW_BYTES):
             one.add(whole[begin : begin + 2 * ROW_BYTES])
         assert one.digest() == checksum(whole)

@@ -1,4 +1,4 @@
-"""The writer of a checkpoint fails at each of its file operations in turn: the previous or the new one is there, whole."""
+"""The writer of a checkpoint fails at each of its file operations in turn: the previous or the new checkpoint is there, intact."""
 
 from __future__ import annotations
 
@@ -10,27 +10,28 @@ from typing import Any
 
 import pytest
 
+from lockstep.checkpoint.manifest import NAME
 from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.storage import open_storage
-from tests.checkpoint_jobs import Job, faulty
+from tests.checkpoint_jobs import FaultyOs, Job, faulty
 from tests.workers import run_workers
 
 
-def operations(tmp_path: Path) -> int:
-    """How many there are in the second checkpoint of a job, which also removes the first."""
-    job = Job(tmp_path / "count")
+def second_save(folder: Path) -> FaultyOs:
+    """Return the file operations of a job's second checkpoint, which also removes the first."""
+    job = Job(folder)
     job.step()
     job.save()
     job.step(2)
     with faulty(-1, None) as system:
         job.save()
     job.close()
-    return system.count
+    return system
 
 
-def states(tmp_path: Path) -> list[str]:
-    """The job's state at steps 1 and 3."""
-    job = Job(tmp_path / "states")
+def states(folder: Path) -> list[str]:
+    """Return the job's state at steps 1 and 3."""
+    job = Job(folder)
     found = []
     for steps in (1, 2):
         job.step(steps)
@@ -39,24 +40,24 @@ def states(tmp_path: Path) -> list[str]:
     return found
 
 
-def require_old_or_new(place: Path, expected: list[str], seen: set[str]) -> None:
-    """What is there can be resumed from, and the next checkpoint tidies up."""
-    job = Job(place)
+def require_old_or_new(folder: Path, expected: list[str], seen: set[str]) -> None:
+    """The checkpoint in ``folder`` can be resumed from, and the next checkpoint removes all else."""
+    job = Job(folder)
     assert job.state() in expected
     seen.add(job.state())
     job.step()
     job.save()
     after = job.state()
     job.close()
-    (slot,) = Retention(open_storage(place)).whole()
-    assert [path.name for path in place.iterdir()] == [slot.folder]
-    again = Job(place)
+    (only,) = Retention(open_storage(folder)).published()
+    assert [path.name for path in folder.iterdir()] == [only.name]
+    again = Job(folder)
     assert again.state() == after
     again.close()
 
 
-def die(rank: int, size: int, place: str, at: int) -> None:
-    job = Job(place)
+def die(rank: int, size: int, folder: str, at: int) -> None:
+    job = Job(folder)
     job.step()
     job.save()
     job.step(2)
@@ -66,27 +67,27 @@ def die(rank: int, size: int, place: str, at: int) -> None:
 
 
 def test_killed_at_each_file_operation(tmp_path: Path) -> None:
-    expected, seen = states(tmp_path), set[str]()
-    count = operations(tmp_path)
+    expected, seen = states(tmp_path / "states"), set[str]()
+    count = len(second_save(tmp_path / "count").calls)
     assert count > 25
     for at in range(count):
-        place = tmp_path / f"killed-{at}"
-        (outcome,) = run_workers(die, 1, str(place), at, check=False)
+        folder = tmp_path / f"killed-{at}"
+        (outcome,) = run_workers(die, 1, str(folder), at, check=False)
         assert outcome.signal == signal.SIGKILL, (at, outcome)
-        require_old_or_new(place, expected, seen)
+        require_old_or_new(folder, expected, seen)
     assert seen == set(expected)  # early: the previous one; late: the new one
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES, errno.EIO])
 def test_refused_at_each_file_operation(number: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    expected, seen = states(tmp_path), set[str]()
+    expected, seen = states(tmp_path / "states"), set[str]()
 
     def refuse(name: str) -> Any:
         raise OSError(number, os.strerror(number), name)
 
-    for at in range(operations(tmp_path)):
-        place = tmp_path / f"refused-{at}"
-        job = Job(place)
+    for at in range(len(second_save(tmp_path / "count").calls)):
+        folder = tmp_path / f"refused-{at}"
+        job = Job(folder)
         job.step()
         job.save()
         job.step(2)
@@ -96,5 +97,31 @@ def test_refused_at_each_file_operation(number: int, tmp_path: Path, capsys: pyt
         job.close()
         said = capsys.readouterr().err
         assert os.strerror(number) in said
-        require_old_or_new(place, expected, seen)
+        require_old_or_new(folder, expected, seen)
     assert seen == set(expected)
+
+
+def test_all_files_and_folders_are_synced_before_the_manifest_appears(tmp_path: Path) -> None:
+    """A machine that crashes loses what was not synced, and may do later operations before earlier ones."""
+    system = second_save(tmp_path)
+    (folder,) = (path for path in tmp_path.iterdir())
+    opened: dict[int, Path] = {}
+    events: list[tuple[str, Path]] = []
+    for name, args, result in system.calls:
+        if name == "open":
+            opened[result] = Path(args[0])
+            events += [("create", opened[result])] if args[1] & os.O_CREAT else []
+        elif name == "fsync":
+            events.append((name, opened[args[0]]))
+        elif name == "rename":
+            events.append((name, Path(args[1])))
+    at = events.index(("rename", folder / NAME))
+    created = [path for kind, path in events[:at] if kind == "create"]
+    parts = [path for path in created if path.name in {each.name for each in folder.iterdir()}]
+    assert len(parts) == len(list(folder.iterdir())) - 1  # without the manifest, which was created under another name
+    for path in created:
+        assert events.index(("fsync", path)) < at
+    last_part = max(events.index(("create", path)) for path in parts)
+    assert ("fsync", folder) in events[last_part:at]
+    assert ("fsync", tmp_path) in events[:at]
+    assert ("fsync", folder) in events[at:]

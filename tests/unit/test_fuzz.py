@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lockstep.checkpoint.manifest import NAME, Manifest, _digest
-from lockstep.checkpoint.tensor_file import Damaged
+from lockstep.checkpoint.tensor_file import DamagedCheckpointError
 from tests.fuzz import Target, play
 
 
@@ -51,7 +51,7 @@ def test_a_forged_manifest_is_refused(where: tuple[Any, ...], value: Any, tmp_pa
     for key in where[:-1]:
         inner = inner[key]
     inner[where[-1]] = value
-    with pytest.raises(Damaged):
+    with pytest.raises(DamagedCheckpointError):
         Manifest.parse(json.dumps({**body, "digest": _digest(body)}).encode())
 
 
@@ -61,7 +61,7 @@ def test_a_file_by_another_name_is_refused(name: str, tmp_path: Path) -> None:
     body = json.loads(target.files[NAME])
     body.pop("digest")
     body["files"][name] = {"bytes": 1, "head": 1, "head_sha256": ""}
-    with pytest.raises(Damaged):
+    with pytest.raises(DamagedCheckpointError):
         Manifest.parse(json.dumps({**body, "digest": _digest(body)}).encode())
 
 

@@ -1,4 +1,4 @@
-"""The summation tree: whoever adds, the result has the same bits."""
+"""The summation tree: the result has the same bits, whichever worker adds."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def in_one_place(values: list[float], node: tuple[int, int]) -> float:
 
 
 @st.composite
-def dealings(draw: st.DrawFn) -> tuple[int, list[tuple[int, int]]]:
+def assignments(draw: st.DrawFn) -> tuple[int, list[tuple[int, int]]]:
     """Any contiguous assignment, not only even ones."""
     lanes = draw(lanes_)
     cuts = sorted(draw(st.sets(st.integers(1, lanes - 1), max_size=min(15, lanes - 1)))) if lanes > 1 else []
@@ -35,8 +35,10 @@ def dealings(draw: st.DrawFn) -> tuple[int, list[tuple[int, int]]]:
 
 
 @settings(deadline=None, max_examples=300)
-@given(dealings(), st.integers(0, 2**32).map(Random))
-def test_any_dealing_gives_the_bits_of_the_tree_in_one_place(assignment: tuple[int, list[tuple[int, int]]], random: Random) -> None:
+@given(assignments(), st.integers(0, 2**32).map(Random))
+def test_any_assignment_gives_the_bits_of_the_tree_in_one_place(
+    assignment: tuple[int, list[tuple[int, int]]], random: Random
+) -> None:
     lanes, ranges = assignment
     values = [random.gauss(0, 1) * 10 ** random.randint(-8, 8) for _ in range(lanes)]
     plan = fold(lanes, ranges)
@@ -56,7 +58,7 @@ def test_any_dealing_gives_the_bits_of_the_tree_in_one_place(assignment: tuple[i
 
 
 @settings(deadline=None, max_examples=100)
-@given(dealings(), st.integers(0, 2**32).map(Random), st.data())
+@given(assignments(), st.integers(0, 2**32).map(Random), st.data())
 def test_groups_of_workers_may_add_among_themselves_first(
     assignment: tuple[int, list[tuple[int, int]]], random: Random, data: st.DataObject
 ) -> None:
@@ -101,19 +103,19 @@ def test_a_fold_that_does_not_hold_every_lane_once_cannot_exist() -> None:
 
 
 @settings(deadline=None)
-@given(dealings(), st.integers(0, 200))
-def test_every_lane_and_every_sample_is_dealt_once(assignment: tuple[int, list[tuple[int, int]]], samples: int) -> None:
+@given(assignments(), st.integers(0, 200))
+def test_every_lane_and_every_sample_is_assigned_once(assignment: tuple[int, list[tuple[int, int]]], samples: int) -> None:
     lanes, ranges = assignment
     seen = []
     for mine in ranges:
-        turns = plan_micro_batches(mine, cut(samples, lanes))
-        assert turns
-        seen += [sample for turn in turns for sample in range(turn.start, turn.stop)]
+        micro_batches = plan_micro_batches(mine, cut(samples, lanes))
+        assert micro_batches
+        seen += [sample for each in micro_batches for sample in range(each.start, each.stop)]
     assert seen == list(range(samples))
 
 
 @given(lanes_, lanes_)
-def test_lanes_are_dealt_evenly_and_more_workers_than_lanes_are_told(lanes: int, workers: int) -> None:
+def test_lanes_are_assigned_evenly_and_more_workers_than_lanes_are_an_error(lanes: int, workers: int) -> None:
     if workers > lanes:
         with pytest.raises(UsageError, match=f"{workers} workers cannot share {lanes} lane"):
             assign_lanes(lanes, workers)
@@ -124,8 +126,8 @@ def test_lanes_are_dealt_evenly_and_more_workers_than_lanes_are_told(lanes: int,
 
 
 @settings(deadline=None, max_examples=100)
-@given(dealings(), st.data())
-def test_the_stack_folds_tensors_with_lanes_that_have_none(
+@given(assignments(), st.data())
+def test_partial_sums_add_tensors_and_lanes_that_have_none(
     assignment: tuple[int, list[tuple[int, int]]], data: st.DataObject
 ) -> None:
     """Zeros are added, not skipped: -0.0 + 0.0 is 0.0 wherever that addition takes place."""
@@ -137,22 +139,22 @@ def test_the_stack_folds_tensors_with_lanes_that_have_none(
     expected = values[0].clone() if lanes == 1 else _sum(values, (0, lanes))
     rows: list[torch.Tensor] = []
     for (first, last), held in zip(ranges, plan.held, strict=True):
-        stack = PartialSums(1, carries(lanes, first, last))
+        sums = PartialSums(1, carries(lanes, first, last))
         full = [lane for lane in range(first, last) if kinds[lane] != "skipped"] or [first]
         out = [[torch.full((3,), 9.0)] for _ in held]
         at = first
         for lane in full:
             while at < lane:
-                stack.skip()
+                sums.skip_lane()
                 at += 1
-            stack.open()
+            sums.start_lane()
             at += 1
             value: Value = values[lane].clone() if isinstance(kinds[lane], int) else None
             if lane == full[-1]:
-                stack.finish([0], [value], out, None)
+                sums.write_totals([0], [value], out, None)
             else:
-                stack.fold([0], [value])
-                stack.close()
+                sums.add([0], [value])
+                sums.end_lane()
         rows += [row[0] for row in out]
     for to, from_ in plan.adds:
         rows[to].add_(rows[from_])

@@ -1,1 +1,1 @@
-"""Checkpoints: written behind training, published whole or not at all, verified when read. No pickle."""
+"""Checkpoints: written while training continues, published completely or not at all, and verified when they are read. No pickle."""

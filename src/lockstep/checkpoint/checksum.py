@@ -1,9 +1,12 @@
-"""A tensor's checksum, as fast as memory: equal bytes give equal sums, on a CPU and on a GPU; one changed, or two swapped, do not.
+"""Checksums of tensors: equal bytes give equal sums, on a CPU and on a GPU; one changed word, or two swapped ones, do not.
 
-The bytes (padded with zeros to whole rows) are a matrix of 64-bit words, 1024 to a row. The sums of its rows and of its
-columns, modulo 2**64, and the length go through SHA-256; 32 hexadecimal digits are kept. A single changed word changes its row's
-and its column's sum, always; of two words that change places, or exchange bytes, at least one of row and column differs, so one sum
-changes. It finds accidents. It is no defence against somebody who wants two tensors to have one sum.
+Hand-written because hashlib and zlib read host memory alone, byte by byte: these sums are tensor operations, which run at the speed
+of memory on the device that holds the tensor.
+
+The bytes, padded with zeros to complete rows, are a matrix of 64-bit words, 1024 to a row. The sums of its rows and of its
+columns, modulo 2**64, and the length are hashed with SHA-256, of which 32 hexadecimal digits are kept. A single changed word always
+changes the sum of its row and of its column. Two words that are swapped, or that swap bytes, differ in row or in column, so one
+sum changes. A checksum finds accidents. It does not protect against somebody who constructs two tensors with equal checksums.
 """
 
 from __future__ import annotations
@@ -20,29 +23,27 @@ from lockstep.comm.base import bits
 WORDS = 1024
 ROW_BYTES = 8 * WORDS
 CHUNK_BYTES = 128 * ROW_BYTES
-"""Small enough for a core's cache: both sums read it once from memory."""
+"""Small enough for the cache of one core: both sums together read it from memory once."""
 
 
-class Sum:
-    """A checksum in the making: bytes on the host, in order."""
+class Checksum:
+    """The checksum of bytes on the host that are added piece by piece, in order."""
 
     def __init__(self) -> None:
         self._columns = torch.zeros(WORDS, dtype=torch.int64)
-        self._rows = hashlib.sha256()
+        self._sha = hashlib.sha256()
         self._bytes = 0
 
     def add(self, piece: Tensor) -> None:
-        """``piece``: flat uint8. All but the last must be whole rows."""
+        """Add a flat uint8 tensor. Every piece but the last must consist of complete rows."""
         self._bytes += piece.numel()
         for chunk in piece.split(CHUNK_BYTES):
             words = _words(chunk)
             self._columns += words.sum(0)
-            self._rows.update(_raw(words.sum(1)))
+            self._sha.update(_raw(words.sum(1)))
 
     def digest(self) -> str:
-        self._rows.update(_raw(self._columns))
-        self._rows.update(self._bytes.to_bytes(8, "little"))
-        return self._rows.hexdigest()[:32]
+        return _digest(self._sha, self._columns, self._bytes)
 
 
 def checksum(tensor: Tensor) -> str:
@@ -50,35 +51,36 @@ def checksum(tensor: Tensor) -> str:
 
 
 def checksums(tensors: Sequence[Tensor]) -> list[str]:
-    """One for each. Those on a GPU are summed there, and wait once for all of them."""
-    far = [(_words(_bits(t)), t.nbytes) for t in tensors if t.is_cuda]
-    sums = torch.cat([each for words, _ in far for each in (words.sum(1), words.sum(0))]).cpu() if far else None
+    """Return the checksum of each tensor. Tensors on a GPU are summed there, and the host waits for them once."""
+    on_gpu = [_words(_flat_bytes(tensor)) for tensor in tensors if tensor.is_cuda]
+    sums = torch.cat([each for words in on_gpu for each in (words.sum(1), words.sum(0))]).cpu() if on_gpu else torch.empty(0)
+    lengths = [length for words in on_gpu for length in (len(words), WORDS)]
+    rows_and_columns = iter(sums.split(lengths))
     found: list[str] = []
-    at = 0
-    there = iter(far)
     for tensor in tensors:
         if tensor.is_cuda:
-            assert sums is not None
-            words, nbytes = next(there)
-            rows, columns = sums[at : at + len(words)], sums[at + len(words) : at + len(words) + WORDS]
-            at += len(words) + WORDS
-            sha = hashlib.sha256(_raw(rows))
-            sha.update(_raw(columns))
-            sha.update(nbytes.to_bytes(8, "little"))
-            found.append(sha.hexdigest()[:32])
+            rows, columns = next(rows_and_columns), next(rows_and_columns)
+            found.append(_digest(hashlib.sha256(_raw(rows)), columns, tensor.nbytes))
         else:
-            one = Sum()
-            one.add(_bits(tensor))
+            one = Checksum()
+            one.add(_flat_bytes(tensor))
             found.append(one.digest())
     return found
 
 
-def _bits(tensor: Tensor) -> Tensor:
+def _digest(sha: hashlib._Hash, columns: Tensor, nbytes: int) -> str:
+    """``sha`` has been fed with the sums of the rows."""
+    sha.update(_raw(columns))
+    sha.update(nbytes.to_bytes(8, "little"))
+    return sha.hexdigest()[:32]
+
+
+def _flat_bytes(tensor: Tensor) -> Tensor:
     return bits(tensor.detach().contiguous())
 
 
 def _words(flat: Tensor) -> Tensor:
-    """Rows of words; copied only where the end is ragged or the address is odd."""
+    """Return rows of words. The bytes are copied only if the last row is incomplete or the address is not a multiple of 8."""
     rows = -(-flat.numel() // ROW_BYTES)
     if flat.numel() != rows * ROW_BYTES or flat.storage_offset() % 8 or flat.data_ptr() % 8:
         padded = torch.zeros(rows * ROW_BYTES, dtype=torch.uint8, device=flat.device)

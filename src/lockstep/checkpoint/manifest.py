@@ -1,6 +1,6 @@
-"""Manifest: what a checkpoint holds, as JSON with a digest of itself. A checkpoint is whole where its manifest lies.
+"""Manifest: what a checkpoint holds, as JSON with a digest of itself. A folder with a manifest is a complete checkpoint.
 
-Everything that is read from it is checked before it is used: it may come from anybody.
+Every value that is read from a manifest is checked before it is used, because anybody may have written the file.
 """
 
 from __future__ import annotations
@@ -12,26 +12,27 @@ import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lockstep.checkpoint.tensor_file import ITEM_BYTES, Damaged, count_bytes
+from lockstep.checkpoint.tensor_file import ITEM_BYTES, DamagedCheckpointError, count_bytes
 
 NAME = "manifest.json"
 INDEX = "model.safetensors.index.json"
 FORMAT = "lockstep checkpoint 1"
-_MOST_DIMENSIONS = 64
+_MAX_DIMENSIONS = 64
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 @dataclass(frozen=True)
-class File:
+class StoredFile:
+    """One file of a checkpoint. The data begins after the header, which has ``head`` bytes."""
+
     bytes: int
     head: int
-    """How long its header is; the data begins there."""
     head_sha256: str
 
 
 @dataclass(frozen=True)
-class Stored:
-    """One tensor: ``begin`` counts from the file's first byte."""
+class StoredTensor:
+    """One tensor of a checkpoint: ``begin`` counts from the first byte of the file, ``sum`` is its checksum (checksum.py)."""
 
     name: str
     file: str
@@ -39,7 +40,6 @@ class Stored:
     shape: tuple[int, ...]
     begin: int
     sum: str
-    """checksum.py"""
 
     @property
     def bytes(self) -> int:
@@ -48,21 +48,23 @@ class Stored:
 
 @dataclass(frozen=True)
 class Manifest:
+    """The fields are those of the file, ``manifest.json``."""
+
     step: int
     made: str
-    """When, in words."""
+    """The date and time at which the checkpoint was written, for people."""
     workers: int
     torch: str
     settings: dict[str, Any]
-    """What defines the arithmetic: lanes, seed, exact."""
+    """The settings that determine the result of the run: lanes, seed, exact."""
     skeleton: Any
-    """The run's state without its tensors (state.py); they are named by their numbers in ``tensors``."""
+    """The state of the run without its tensors (comm/plain_state.py), which stand there as numbers in ``tensors``."""
     model: dict[str, int]
     """The model's state dict: name -> number in ``tensors``."""
     aliases: dict[str, str]
-    """Names of the state dict that are another name's tensor."""
-    files: dict[str, File]
-    tensors: tuple[Stored, ...]
+    """Names in the model's state dict whose tensor is stored under another name (tied weights): name -> the other name."""
+    files: dict[str, StoredFile]
+    tensors: tuple[StoredTensor, ...]
 
     def to_json(self) -> bytes:
         body = {"format": FORMAT, **asdict(self)}
@@ -70,43 +72,43 @@ class Manifest:
 
     @staticmethod
     def parse(data: bytes) -> Manifest:
-        """``Damaged`` where it is not as it was written."""
+        """Raises ``DamagedCheckpointError`` if ``data`` is not what was written, or its values cannot be true."""
         try:
             body = json.loads(data)
             digest = body.pop("digest")
             if body.pop("format") != FORMAT:
-                raise Damaged(f"{NAME} is of another format")
+                raise DamagedCheckpointError(f"{NAME} has an unknown format")
             if digest != _digest({"format": FORMAT, **body}):
-                raise Damaged(f"{NAME} has another digest than it says")
-            files = {str(name): File(**entry) for name, entry in body.pop("files").items()}
-            tensors = tuple(Stored(**{**entry, "shape": tuple(entry["shape"])}) for entry in body.pop("tensors"))
+                raise DamagedCheckpointError(f"{NAME} does not match its digest")
+            files = {str(name): StoredFile(**entry) for name, entry in body.pop("files").items()}
+            tensors = tuple(StoredTensor(**{**entry, "shape": tuple(entry["shape"])}) for entry in body.pop("tensors"))
             manifest = Manifest(files=files, tensors=tensors, **body)
-            manifest._require_sense()
+            manifest._validate()
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise Damaged(f"{NAME} cannot be read ({type(error).__name__}: {str(error)[:120]})") from None
+            raise DamagedCheckpointError(f"{NAME} cannot be read ({type(error).__name__}: {str(error)[:120]})") from None
         return manifest
 
-    def _require_sense(self) -> None:
-        """Every value is of its kind, and no number would allocate or seek beyond the files."""
+    def _validate(self) -> None:
+        """Check that every value has its type, and that no number allocates or reads beyond the files."""
         words = (self.made, self.torch, *self.model, *self.aliases, *self.aliases.values(), *(t.name for t in self.tensors))
         if not all(type(word) is str and word.isprintable() for word in words) or type(self.settings) is not dict:
-            raise ValueError("something that must be text is not")
+            raise ValueError("a name or a text is not printable text")
         for name, file in self.files.items():
             if not _FILE.fullmatch(name) or not _are_counts(file.bytes, file.head) or file.head > file.bytes:
-                raise ValueError(f"file {name!r}")
+                raise ValueError(f"file {name!r} has an impossible name or size")
         for tensor in self.tensors:
-            if tensor.dtype not in ITEM_BYTES or len(tensor.shape) > _MOST_DIMENSIONS or not _are_counts(*tensor.shape):
-                raise ValueError(f"tensor {tensor.name!r}")
+            if tensor.dtype not in ITEM_BYTES or len(tensor.shape) > _MAX_DIMENSIONS or not _are_counts(*tensor.shape):
+                raise ValueError(f"tensor {tensor.name!r} has an impossible dtype or shape")
             if math.prod(max(1, extent) for extent in tensor.shape) >= 1 << 60:
                 raise ValueError(f"tensor {tensor.name!r} has too many elements")
             if not _are_counts(tensor.begin) or tensor.begin + tensor.bytes > self.files[tensor.file].bytes:
                 raise ValueError(f"tensor {tensor.name!r} lies outside its file")
         if sum(tensor.bytes for tensor in self.tensors) > sum(file.bytes for file in self.files.values()):
-            raise ValueError("its tensors have more bytes than its files")
+            raise ValueError("the tensors have more bytes than the files")
         if not _are_counts(self.step, self.workers, *self.model.values()) or any(
             number >= len(self.tensors) for number in self.model.values()
         ):
-            raise ValueError("a number")
+            raise ValueError("the step, the number of workers or a tensor's number is impossible")
 
 
 def _are_counts(*numbers: Any) -> bool:

@@ -1,93 +1,171 @@
-"""Reads a checkpoint's tensors and verifies every byte of them on the way. Nothing that is read can run."""
+"""Reads checkpoints: the newest intact one when a run resumes, and the tensors of one. Verifies every byte; executes nothing."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint.checksum import CHUNK_BYTES, Sum
-from lockstep.checkpoint.manifest import INDEX, File, Manifest, Stored
+from lockstep.checkpoint.checksum import CHUNK_BYTES, Checksum
+from lockstep.checkpoint.manifest import INDEX, Manifest, StoredFile, StoredTensor
+from lockstep.checkpoint.retention import CheckpointFolder, Retention
 from lockstep.checkpoint.snapshot import memory_of
-from lockstep.checkpoint.storage import Source, Storage
-from lockstep.checkpoint.tensor_file import Damaged, header_bytes
-from lockstep.comm.base import bits
+from lockstep.checkpoint.storage import Storage, StorageFile
+from lockstep.checkpoint.tensor_file import DamagedCheckpointError, header_bytes
+from lockstep.comm.base import Comm, bits
+from lockstep.comm.exchange import gather_bytes
+from lockstep.comm.plain_state import dtype_name, unflatten
+from lockstep.errors import UsageError
 
-_MOST_THREADS = 4
+_MAX_THREADS = 4
 _PIECE_BYTES = 4 * CHUNK_BYTES
+
+
+def read_newest(
+    retention: Retention, comm: Comm, weights: Mapping[str, Tensor], settings: Mapping[str, Any], notify: Callable[[str], None]
+) -> tuple[Manifest, dict[str, Any]] | None:
+    """Read the newest checkpoint that is intact on every worker. All workers must call it; each reads the files itself.
+
+    The checkpoint must fit the model's ``weights`` and the run's ``settings``, else a ``UsageError`` is raised, as it is if every
+    checkpoint is damaged. Weights in contiguous host memory are read into directly. Rank 0 calls ``notify`` for each damaged one.
+    Returns the manifest and the state, or None if there is no checkpoint.
+    """
+    mine = json.dumps([folder.name for folder in retention.published()]).encode() if comm.rank == 0 else b""
+    names = json.loads(gather_bytes(comm, mine, "which checkpoints there are")[0])
+    damages: list[str] = []
+    for name in names:
+        folder = CheckpointFolder.parse(name)
+        assert folder is not None
+        found, damage = None, ""
+        try:
+            found = _read_state(retention, folder, weights, settings)
+        except DamagedCheckpointError as error:
+            damage = str(error)
+        everyone = gather_bytes(comm, damage.encode(errors="backslashreplace"), "whether the checkpoint is intact")
+        seen = next((f"{text.decode()} (seen by rank {rank})" for rank, text in enumerate(everyone) if text), None)
+        if seen is None:
+            assert found is not None
+            return found
+        damages.append(f"{name} is damaged: {seen}")
+        if comm.rank == 0:
+            notify(f"the checkpoint {retention.storage.url}/{damages[-1]}. The checkpoint before it is used.")
+    if damages:
+        raise UsageError(
+            f"every checkpoint in {retention.storage.url} is damaged. The newest: {damages[0]}. "
+            "Restore one of them from a copy, or pass another folder to checkpoint= to start from the beginning."
+        )
+    return None
+
+
+def _read_state(
+    retention: Retention, folder: CheckpointFolder, weights: Mapping[str, Tensor], settings: Mapping[str, Any]
+) -> tuple[Manifest, dict[str, Any]]:
+    manifest = retention.manifest(folder)
+    require_fit(manifest, weights, settings, f"{retention.storage.url}/{folder.name}")
+    targets = {
+        number: weights[name]
+        for name, number in manifest.model.items()
+        if name in weights and not weights[name].is_cuda and weights[name].is_contiguous() and weights[name].numel()
+    }
+    with torch.no_grad():
+        tensors = read_tensors(retention.storage, folder.name, manifest, targets)
+    try:
+        state = unflatten(json.dumps(manifest.skeleton), [tensors[number] for number in range(len(manifest.tensors))])
+        if not isinstance(state, dict):
+            raise TypeError("the state is not a dict")
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError, ArithmeticError) as error:
+        raise DamagedCheckpointError(f"its skeleton cannot be read ({type(error).__name__}: {str(error)[:120]})") from None
+    return manifest, state
+
+
+def require_fit(manifest: Manifest, weights: Mapping[str, Tensor], settings: Mapping[str, Any], where: str) -> None:
+    """Raise a ``UsageError`` that names the first difference, if the checkpoint ``where`` is of another model or other settings."""
+    tensors = {name: manifest.tensors[number] for name, number in manifest.model.items()}
+    saved = {name: f"has shape {list(t.shape)} and dtype {t.dtype}" for name, t in tensors.items()}
+    here = {name: f"has shape {list(t.shape)} and dtype {dtype_name(t.dtype)}" for name, t in weights.items()}
+    for name in {**here, **saved}:
+        if saved.get(name) != here.get(name):
+            raise UsageError(
+                f"the checkpoint {where} is of another model: {name} {saved.get(name, 'is missing')} in the checkpoint, and "
+                f"{here.get(name, 'is missing')} in this model. Build the model that was saved, or pass another folder to checkpoint=."
+            )
+    for name, value in settings.items():
+        before = manifest.settings.get(name)
+        if before != value:
+            raise UsageError(
+                f"the checkpoint {where} was made with {name}={before!r}, this run has {name}={value!r}: the result would be that "
+                f"of neither run. Pass {name}={before!r}, or another folder to checkpoint=."
+            )
 
 
 def read_tensors(
     storage: Storage, folder: str, manifest: Manifest, into: Mapping[int, Tensor] | None = None, only: Sequence[int] | None = None
 ) -> dict[int, Tensor]:
-    """Number -> tensor on the host, of all (or ``only`` some). ``into``: memory to use for some of them, contiguous, of that
-    dtype and shape; it holds anything after an error. ``Damaged`` where a byte is not what was written, or a file is not there.
+    """Read and verify all tensors of a checkpoint, or those with the numbers ``only``. Returns them by number, on the host.
+
+    ``into`` holds contiguous host tensors to read into instead of new memory; after an error their values are undefined. Raises
+    ``DamagedCheckpointError`` if a file is missing, or a byte is not the one that was written.
     """
-    wanted = range(len(manifest.tensors)) if only is None else only
-    with ExitStack() as opened:
-        sources: dict[str, Source] = {}
-        for name, file in manifest.files.items():
-            sources[name] = opened.enter_context(closing(_open(storage, folder, name, file)))
-        found = {number: (into or {}).get(number, _empty(manifest.tensors[number])) for number in wanted}
-        largest_first = sorted(wanted, key=lambda number: -manifest.tensors[number].bytes)
-        with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1)) as pool:
-            jobs = [(manifest.tensors[n], sources[manifest.tensors[n].file], found[n]) for n in largest_first]
-            for _ in pool.map(_read, *zip(*jobs, strict=True)) if jobs else ():
-                pass
+    into, tensors = into or {}, manifest.tensors
+    numbers = sorted(range(len(tensors)) if only is None else only, key=lambda number: -tensors[number].bytes)
+    with ExitStack() as stack, ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
+        files: dict[str, StorageFile] = {}
+        for name, stored in manifest.files.items():
+            files[name] = stack.enter_context(closing(_open(storage, folder, name, stored)))
+        found = {n: into[n] if n in into else _new_tensor(tensors[n]) for n in numbers}
+        for _ in pool.map(lambda n: _read_tensor(tensors[n], files[tensors[n].file], found[n]), numbers):
+            pass
     return found
 
 
-def _empty(stored: Stored) -> Tensor:
+def _new_tensor(stored: StoredTensor) -> Tensor:
     return torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
 
 
-def _open(storage: Storage, folder: str, name: str, file: File) -> Source:
-    """Its size and header are those that were written."""
+def _open(storage: Storage, folder: str, name: str, stored: StoredFile) -> StorageFile:
+    """Open a file, and verify its size and its header."""
     try:
-        source = storage.open(folder, name)
+        file = storage.open(folder, name)
     except OSError as error:
-        raise Damaged(f"{name} cannot be opened ({error.strerror or error})") from None
+        raise DamagedCheckpointError(f"{name} cannot be opened ({error.strerror or error})") from None
     try:
-        if source.size != file.bytes:
-            raise Damaged(f"{name} has {source.size} bytes; {file.bytes} were written")
-        head = _bytes(source, 0, file.head, name)
-        if name != INDEX and header_bytes(head[:8], source.size, name) != file.head:
-            raise Damaged(f"{name} says that its header has another length")
-        if hashlib.sha256(head).hexdigest() != file.head_sha256:
-            raise Damaged(f"the header of {name} is not the one that was written")
+        if file.size != stored.bytes:
+            raise DamagedCheckpointError(f"{name} has {file.size} bytes; {stored.bytes} were written")
+        header = bytearray(stored.head)
+        _read_exactly(file, 0, memoryview(header), f"the header of {name}")
+        if name != INDEX and header_bytes(bytes(header[:8]), file.size, name) != stored.head:
+            raise DamagedCheckpointError(f"{name} says that its header has another length")
+        if hashlib.sha256(header).hexdigest() != stored.head_sha256:
+            raise DamagedCheckpointError(f"the header of {name} is not the one that was written")
     except BaseException:
-        source.close()
+        file.close()
         raise
-    return source
+    return file
 
 
-def _read(stored: Stored, source: Source, target: Tensor) -> None:
-    """In pieces that are summed while they are still in the core's cache."""
-    flat, total = bits(target.detach()), Sum()
+def _read_tensor(stored: StoredTensor, file: StorageFile, target: Tensor) -> None:
+    """Read one tensor in pieces, and add each piece to the checksum while it is in the cache of the core."""
+    flat, total = bits(target.detach()), Checksum()
+    where = f"tensor {stored.name} in {stored.file}"
     for begin in range(0, flat.numel(), _PIECE_BYTES):
         piece = flat[begin : begin + _PIECE_BYTES]
-        try:
-            came = source.read_into(stored.begin + begin, memory_of(piece))
-        except OSError as error:
-            raise Damaged(f"{stored.file} cannot be read at tensor {stored.name} ({error.strerror or error})") from None
-        if came != piece.numel():
-            raise Damaged(f"{stored.file} ends inside tensor {stored.name}")
+        _read_exactly(file, stored.begin + begin, memory_of(piece), where)
         total.add(piece)
     if total.digest() != stored.sum:
-        raise Damaged(f"tensor {stored.name} in {stored.file} is not what was written: its checksum differs")
+        raise DamagedCheckpointError(f"{where} is not what was written: its checksum differs")
 
 
-def _bytes(source: Source, begin: int, count: int, name: str) -> bytes:
-    data = bytearray(count)
+def _read_exactly(file: StorageFile, begin: int, target: memoryview, where: str) -> None:
     try:
-        came = source.read_into(begin, memoryview(data))
+        count = file.read_into(begin, target)
     except OSError as error:
-        raise Damaged(f"{name} cannot be read ({error.strerror or error})") from None
-    if came != count:
-        raise Damaged(f"{name} ends inside its header")
-    return bytes(data)
+        raise DamagedCheckpointError(f"{where} cannot be read ({error.strerror or error})") from None
+    if count != len(target):
+        raise DamagedCheckpointError(f"the file ends inside {where}")

@@ -1,4 +1,4 @@
-"""Shelf: the checkpoints of one storage by age: the whole ones, newest first, and what was left half-written. Knows no tensors."""
+"""Retention: finds the checkpoints in a storage by age, and removes old and incomplete ones. Does not read tensors."""
 
 from __future__ import annotations
 
@@ -9,69 +9,71 @@ from dataclasses import dataclass
 
 from lockstep.checkpoint.manifest import NAME, Manifest
 from lockstep.checkpoint.storage import Storage
-from lockstep.checkpoint.tensor_file import Damaged
+from lockstep.checkpoint.tensor_file import DamagedCheckpointError
 
 _FOLDER = re.compile(r"step-(\d{9,})-([0-9a-f]{16})")
 
 
 @dataclass(frozen=True)
-class Slot:
-    """A checkpoint's folder: its name says its step, and when it was begun."""
+class CheckpointFolder:
+    """The folder of one checkpoint. Its name says the step, and in ``token`` when the checkpoint was begun."""
 
-    folder: str
+    name: str
     step: int
     token: str
 
-    @property
-    def age_key(self) -> tuple[int, str]:
-        return self.step, self.token
+    @staticmethod
+    def parse(name: str) -> CheckpointFolder | None:
+        """Returns None if ``name`` is not the name of a checkpoint's folder."""
+        found = _FOLDER.fullmatch(name)
+        return CheckpointFolder(name, int(found[1]), found[2]) if found else None
 
 
-def new_folder(step: int) -> str:
-    """A name that no other attempt at this step has; of two, the later one sorts behind."""
+def new_folder_name(step: int) -> str:
+    """Return a name that no other attempt at this step has. Of two attempts, the token of the later one is greater."""
     return f"step-{step:09d}-{time.time_ns() // 1_000_000:012x}{os.urandom(2).hex()}"
 
 
-def slot_of(folder: str) -> Slot | None:
-    found = _FOLDER.fullmatch(folder)
-    return Slot(folder, int(found[1]), found[2]) if found else None
-
-
 class Retention:
-    """``keep`` newest checkpoints stay."""
+    """The checkpoints in ``storage``, of which the ``keep`` newest stay."""
 
     def __init__(self, storage: Storage, keep: int = 3) -> None:
-        self.storage, self._open_checkpoints = storage, keep
+        self.storage, self._keep = storage, keep
 
-    def whole(self) -> list[Slot]:
-        """Those with a manifest, newest first."""
-        return [slot for slot in self._slots() if self.storage.holds(slot.folder, NAME)]
+    def published(self) -> list[CheckpointFolder]:
+        """Return the checkpoints that have a manifest, newest first."""
+        return [folder for folder in self._folders() if self.storage.exists(folder.name, NAME)]
 
-    def manifest(self, slot: Slot) -> Manifest:
-        """``Damaged`` where it cannot be read, or is another's."""
+    def manifest(self, folder: CheckpointFolder) -> Manifest:
+        """Raises ``DamagedCheckpointError`` if the manifest cannot be read, or belongs to another checkpoint."""
         try:
-            manifest = Manifest.parse(self.storage.read(slot.folder, NAME))
+            manifest = Manifest.parse(self.storage.read(folder.name, NAME))
         except OSError as error:
-            raise Damaged(f"{NAME} cannot be read ({error})") from None
-        if manifest.step != slot.step:
-            raise Damaged(f"{NAME} is of step {manifest.step}: it belongs to another checkpoint")
+            raise DamagedCheckpointError(f"{NAME} cannot be read ({error})") from None
+        if manifest.step != folder.step:
+            raise DamagedCheckpointError(f"{NAME} is of step {manifest.step}: it belongs to another checkpoint")
         return manifest
 
-    def tidy(self, newest: str, agreed: int, suspect: int | None = None) -> None:
-        """``newest`` was published: older ones than the ``keep`` newest go, and what was left half-written.
+    def remove_old(self, newest: str, agreed_at: int, distrusted_after: int | None = None) -> None:
+        """Remove all but the ``keep`` newest checkpoints, and folders that were not published. Rank 0 calls it.
 
-        The newest one up to step ``agreed``, when replicas were known to be equal, stays in any case. ``suspect``: those after this
-        step, up to ``newest``, may hold a replica's wrong bits, and go.
+        ``newest`` was just published; folders begun after it stay, because a worker may be writing to them. The newest checkpoint
+        up to step ``agreed_at``, when replicas were known to be equal, stays too. Checkpoints after step ``distrusted_after`` may
+        hold wrong bits: all but ``newest`` are removed.
         """
-        whole = [slot for slot in self.whole() if slot.folder == newest or suspect is None or slot.step <= suspect]
-        keep = {slot.folder for slot in whole[: self._open_checkpoints]} | {newest}
-        keep |= {slot.folder for slot in [slot for slot in whole if slot.step <= agreed][:1]}
-        this = slot_of(newest)
-        for slot in self._slots():
-            is_later = this is not None and slot.token > this.token  # somebody is writing it
-            if slot.folder not in keep and not is_later:
-                self.storage.remove(slot.folder)
+        trusted = [
+            folder
+            for folder in self.published()
+            if folder.name == newest or distrusted_after is None or folder.step <= distrusted_after
+        ]
+        stays = {newest, *(folder.name for folder in trusted[: self._keep])}
+        stays |= {folder.name for folder in [folder for folder in trusted if folder.step <= agreed_at][:1]}
+        published = CheckpointFolder.parse(newest)
+        for folder in self._folders():
+            is_later = published is not None and folder.token > published.token
+            if folder.name not in stays and not is_later:
+                self.storage.remove(folder.name)
 
-    def _slots(self) -> list[Slot]:
-        found = [slot for folder in self.storage.folders() if (slot := slot_of(folder)) is not None]
-        return sorted(found, key=lambda slot: slot.age_key, reverse=True)
+    def _folders(self) -> list[CheckpointFolder]:
+        found = [folder for name in self.storage.folders() if (folder := CheckpointFolder.parse(name)) is not None]
+        return sorted(found, key=lambda folder: (folder.step, folder.token), reverse=True)

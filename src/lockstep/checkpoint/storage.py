@@ -1,75 +1,75 @@
-"""Storage: where checkpoints lie: a local folder, or anything that fsspec reaches. Writes, publishes, reads, removes.
+"""Storage: where checkpoints are kept: a local folder, or anything that fsspec reaches. Writes, publishes, reads, removes.
 
-A checkpoint is one folder. What makes it one is its manifest, the last thing written:
+A checkpoint is one folder. It exists once its manifest exists, which is written last:
 
-    local    every file is written and fsynced, then the folders; the manifest is written aside, fsynced, and renamed
-    fsspec   every file is uploaded; the manifest is one upload, which object stores make visible whole or not at all
+    local    every file is written and fsynced, then both folders are; the manifest is written atomically (atomic_file.py)
+    fsspec   every file is uploaded; the manifest is one upload, which object stores make visible completely or not at all
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
+from lockstep.checkpoint.atomic_file import Piece, sync_folder, write_atomically, write_file
 from lockstep.checkpoint.manifest import NAME
 from lockstep.errors import UsageError
 
-Piece = memoryview | bytes
 
-
-class Source(Protocol):
-    """One file, to be read in pieces, by several threads at once."""
+class StorageFile(Protocol):
+    """One file, open for reading. Several threads may read it at once."""
 
     size: int
 
     def read_into(self, begin: int, target: memoryview) -> int:
-        """Returns how many bytes came: fewer than ``target`` takes at the file's end."""
+        """Fill ``target`` from byte ``begin`` on. Returns how many bytes were read: fewer than asked for at the file's end."""
 
     def close(self) -> None: ...
 
 
 class Storage(Protocol):
-    """Every method raises ``OSError`` where the storage does."""
+    """Every method raises ``OSError`` if the storage fails."""
 
     url: str
 
-    def folders(self) -> list[str]: ...
+    def folders(self) -> list[str]:
+        """Return the names of all folders, also of those that are no checkpoints."""
 
-    def holds(self, folder: str, file: str) -> bool: ...
+    def exists(self, folder: str, file: str) -> bool: ...
 
-    def make(self, folder: str) -> None:
-        """May be called by several workers at once."""
+    def make_folder(self, folder: str) -> None:
+        """Several workers may call it at once for the same folder."""
 
     def write(self, folder: str, file: str, pieces: Iterable[Piece]) -> None:
-        """Returns when it would survive a crash of the machine."""
+        """Write a file. When this returns, its bytes survive a crash of the machine."""
 
     def publish(self, folder: str, manifest: bytes) -> None:
-        """All files are written: make the folder a checkpoint."""
+        """Make the folder a checkpoint. Rank 0 calls it when the files of all workers are written."""
 
     def read(self, folder: str, file: str) -> bytes: ...
 
-    def open(self, folder: str, file: str) -> Source: ...
+    def open(self, folder: str, file: str) -> StorageFile: ...
 
     def remove(self, folder: str) -> None:
-        """First it ceases to be a checkpoint, then its files go."""
+        """Remove the manifest first, so that a folder with missing files is never a checkpoint; then the rest."""
 
 
 def open_storage(url: str | os.PathLike[str]) -> Storage:
-    """A path, or a URL of any file system that fsspec knows."""
+    """Open the ``checkpoint`` argument of ``Run``: a path, or a URL. Raises ``UsageError`` if that is not possible."""
     text = os.fspath(url)
     if not isinstance(text, str) or not text:
         raise UsageError(f"checkpoint={url!r} names no folder. Pass a folder, or a URL such as s3://bucket/run.")
     scheme, separator, rest = text.partition("://")
     if not separator:
-        return Folder(text)
+        return LocalStorage(text)
     if scheme in ("file", "local"):
-        return Folder(rest)
-    return Remote(text)
+        return LocalStorage(rest)
+    return FsspecStorage(text)
 
 
-class Folder:
+class LocalStorage:
     """On a local (or mounted) file system."""
 
     def __init__(self, path: str) -> None:
@@ -84,74 +84,56 @@ class Folder:
         except FileNotFoundError:
             return []
 
-    def holds(self, folder: str, file: str) -> bool:
+    def exists(self, folder: str, file: str) -> bool:
         return (self._root / folder / file).is_file()
 
-    def make(self, folder: str) -> None:
+    def make_folder(self, folder: str) -> None:
         os.makedirs(self._root / folder, exist_ok=True)
 
     def write(self, folder: str, file: str, pieces: Iterable[Piece]) -> None:
-        descriptor = os.open(self._root / folder / file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
-        try:
-            for piece in pieces:
-                view = memoryview(piece)
-                while view:
-                    view = view[os.write(descriptor, view) :]
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        write_file(self._root / folder / file, pieces)
 
     def publish(self, folder: str, manifest: bytes) -> None:
-        aside = f"{NAME}.new"
-        self.write(folder, aside, [manifest])
-        self._sync(self._root / folder)
-        self._sync(self._root)
-        os.rename(self._root / folder / aside, self._root / folder / NAME)
-        self._sync(self._root / folder)
+        sync_folder(self._root / folder)  # the names of the workers' files must be on disk before the manifest is
+        sync_folder(self._root)
+        write_atomically(self._root / folder / NAME, [manifest])
 
     def read(self, folder: str, file: str) -> bytes:
         return (self._root / folder / file).read_bytes()
 
-    def open(self, folder: str, file: str) -> Source:
-        return _Descriptor(self._root / folder / file)
+    def open(self, folder: str, file: str) -> StorageFile:
+        return _LocalFile(self._root / folder / file)
 
     def remove(self, folder: str) -> None:
-        there = self._root / folder
-        if self.holds(folder, NAME):
-            os.unlink(there / NAME)
-            self._sync(there)
-        for entry in os.listdir(there):
-            os.unlink(there / entry)
-        os.rmdir(there)
-
-    def _sync(self, folder: Path) -> None:
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        path = self._root / folder
+        if self.exists(folder, NAME):
+            os.unlink(path / NAME)
+            sync_folder(path)
+        for entry in os.listdir(path):
+            os.unlink(path / entry)
+        os.rmdir(path)
 
 
-class _Descriptor:
+class _LocalFile:
     def __init__(self, path: Path) -> None:
-        self._number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        self.size = os.fstat(self._number).st_size
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self.size = os.fstat(self._descriptor).st_size
 
     def read_into(self, begin: int, target: memoryview) -> int:
         done = 0
         while done < len(target):
-            count = os.preadv(self._number, [target[done:]], begin + done)
+            count = os.preadv(self._descriptor, [target[done:]], begin + done)
             if count == 0:
                 break
             done += count
         return done
 
     def close(self) -> None:
-        os.close(self._number)
+        os.close(self._descriptor)
 
 
-class Remote:
-    """Through fsspec, which torch brings along; the file system's own package (s3fs, gcsfs, ...) is the user's to install."""
+class FsspecStorage:
+    """Through fsspec, which torch installs. Users install the package of their file system (s3fs, gcsfs, ...) themselves."""
 
     def __init__(self, url: str) -> None:
         import fsspec  # type: ignore[import-untyped]
@@ -160,7 +142,9 @@ class Remote:
         try:
             self._system, self._root = fsspec.core.url_to_fs(self.url)
         except (ValueError, ImportError) as error:
-            raise UsageError(f"checkpoint={url!r} cannot be reached: {error}. Correct the URL, or install what it needs.") from None
+            raise UsageError(
+                f"checkpoint={url!r} cannot be reached: {error}. Correct the URL, or install the package that it needs."
+            ) from None
 
     def folders(self) -> list[str]:
         self._system.invalidate_cache()
@@ -170,16 +154,16 @@ class Remote:
             return []
         return sorted(entry["name"].rstrip("/").rpartition("/")[2] for entry in entries if entry["type"] == "directory")
 
-    def holds(self, folder: str, file: str) -> bool:
+    def exists(self, folder: str, file: str) -> bool:
         return bool(self._system.exists(self._path(folder, file)))
 
-    def make(self, folder: str) -> None:
+    def make_folder(self, folder: str) -> None:
         self._system.makedirs(self._path(folder), exist_ok=True)
 
     def write(self, folder: str, file: str, pieces: Iterable[Piece]) -> None:
-        with self._system.open(self._path(folder, file), "wb") as there:
+        with self._system.open(self._path(folder, file), "wb") as opened:
             for piece in pieces:
-                there.write(piece)
+                opened.write(piece)
 
     def publish(self, folder: str, manifest: bytes) -> None:
         self._system.pipe_file(self._path(folder, NAME), manifest)
@@ -187,11 +171,11 @@ class Remote:
     def read(self, folder: str, file: str) -> bytes:
         return bytes(self._system.cat_file(self._path(folder, file)))
 
-    def open(self, folder: str, file: str) -> Source:
-        return _Object(self._system, self._path(folder, file))
+    def open(self, folder: str, file: str) -> StorageFile:
+        return _FsspecFile(self._system, self._path(folder, file))
 
     def remove(self, folder: str) -> None:
-        if self.holds(folder, NAME):
+        if self.exists(folder, NAME):
             self._system.rm_file(self._path(folder, NAME))
         self._system.rm(self._path(folder), recursive=True)
 
@@ -199,7 +183,7 @@ class Remote:
         return "/".join((self._root.rstrip("/"), *parts))
 
 
-class _Object:
+class _FsspecFile:
     def __init__(self, system: Any, path: str) -> None:
         self._system, self._path = system, path
         self.size = int(system.size(path))
@@ -211,15 +195,3 @@ class _Object:
 
     def close(self) -> None:
         pass
-
-
-def in_pieces(whole: memoryview, most: int, stop: Callable[[], bool]) -> Iterable[memoryview]:
-    """Piece after piece; ``Stopped`` where ``stop()`` says so in between."""
-    for begin in range(0, len(whole), most):
-        if stop():
-            raise Stopped
-        yield whole[begin : begin + most]
-
-
-class Stopped(Exception):
-    """Writing was given up: what was written so far is nobody's."""

@@ -1,12 +1,13 @@
-"""The safetensors format: a length, a JSON header, and the bytes of tensors without holes. Knows no files and no torch.
+"""The safetensors format: a length, a JSON header, and the bytes of tensors without gaps. Knows neither files nor torch.
 
-Written here, and not by the package of that name, because a checkpoint's file is written from one block of memory
-behind the training, its tensors' places are known before their bytes are, and every length in it is checked when it is read.
+Hand-written because the package ``safetensors`` serializes all tensors of a file at once: we write from one block of memory in
+a background thread, know every tensor's position before its bytes, and check every length when we read.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,53 +15,32 @@ from dataclasses import dataclass
 from lockstep.errors import LockstepError
 
 ITEM_BYTES = {
-    "float64": 8,
-    "float32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "int64": 8,
-    "int32": 4,
-    "int16": 2,
-    "int8": 1,
-    "uint8": 1,
-    "uint16": 2,
-    "uint32": 4,
-    "uint64": 8,
-    "bool": 1,
-    "complex64": 8,
+    **dict.fromkeys(("bool", "int8", "uint8", "float8_e4m3fn", "float8_e5m2"), 1),
+    **dict.fromkeys(("int16", "uint16", "float16", "bfloat16"), 2),
+    **dict.fromkeys(("int32", "uint32", "float32"), 4),
+    **dict.fromkeys(("int64", "uint64", "float64", "complex64"), 8),
     "complex128": 16,
 }
 _CODES = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint8": "U8",
-    "uint16": "U16",
-    "uint32": "U32",
-    "uint64": "U64",
-    "bool": "BOOL",
+    **{f"{kind}{8 * size}": f"{kind[0].upper()}{8 * size}" for kind in ("int", "uint") for size in (1, 2, 4, 8)},
+    **{f"float{8 * size}": f"F{8 * size}" for size in (2, 4, 8)},
+    **{"bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "bool": "BOOL"},
 }
-MOST_HEADER_BYTES = 100_000_000
-"""As the format's own library has it."""
+"""The names of dtypes in the format. It has none for complex numbers."""
+_MAX_HEADER_BYTES = 100_000_000
+"""The limit of the package ``safetensors``."""
 
 
-class Damaged(LockstepError):
-    """A file of a checkpoint is not what was written. The message says which, and how that is known."""
+class DamagedCheckpointError(LockstepError):
+    """A file of a checkpoint does not hold what was written. The message says which file, and the evidence."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor: what it is, and where its bytes lie in the file's data."""
+    """One tensor, and the position of its bytes in the data of its file (after the header)."""
 
+    number: int
+    """The caller's number for the tensor."""
     name: str
     dtype: str
     shape: tuple[int, ...]
@@ -69,25 +49,22 @@ class Entry:
 
 
 def count_bytes(dtype: str, shape: Sequence[int]) -> int:
-    size = ITEM_BYTES[dtype]
-    for extent in shape:
-        size *= extent
-    return size
+    return ITEM_BYTES[dtype] * math.prod(shape)
 
 
-def lay_out(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> list[Entry]:
-    """(name, dtype, shape) -> places without holes, each at a multiple of its items' size: the wide ones come first."""
-    found: dict[str, Entry] = {}
-    at = 0
-    for name, dtype, shape in sorted(tensors, key=lambda each: -ITEM_BYTES[each[1]]):
-        size = count_bytes(dtype, shape)
-        found[name] = Entry(name, dtype, shape, at, at + size)
-        at += size
-    return [found[name] for name, _, _ in tensors]
+def place_tensors(tensors: Sequence[tuple[int, str, str, tuple[int, ...]]]) -> tuple[Entry, ...]:
+    """Give every (number, name, dtype, shape) a position. Wide items come first: so all are aligned without gaps between them."""
+    entries: list[Entry] = []
+    begin = 0
+    for number, name, dtype, shape in sorted(tensors, key=lambda tensor: -ITEM_BYTES[tensor[2]]):
+        end = begin + count_bytes(dtype, shape)
+        entries.append(Entry(number, name, dtype, shape, begin, end))
+        begin = end
+    return tuple(entries)
 
 
-def header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
-    """Everything before the data; its length is a multiple of 8. A dtype that the format does not know is written as bytes."""
+def make_header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
+    """Return all that precedes the data, padded to a multiple of 8 bytes. Dtypes without a code are declared as bytes (U8)."""
     table: dict[str, object] = {"__metadata__": dict(metadata)}
     for entry in entries:
         code = _CODES.get(entry.dtype)
@@ -99,10 +76,10 @@ def header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
 
 
 def header_bytes(first_eight: bytes, file_bytes: int, file: str) -> int:
-    """How long the header is, with its length, from the file's first eight bytes."""
+    """Return the length of a file's header, which its first eight bytes tell. They are counted too."""
     if len(first_eight) < 8:
-        raise Damaged(f"{file} has {len(first_eight)} bytes: it was cut off")
+        raise DamagedCheckpointError(f"{file} has {len(first_eight)} bytes: its end is missing")
     (size,) = struct.unpack("<Q", first_eight)
-    if size > min(MOST_HEADER_BYTES, file_bytes - 8):
-        raise Damaged(f"{file} says that its header has {size} bytes; the whole file has {file_bytes}")
+    if size > min(_MAX_HEADER_BYTES, file_bytes - 8):
+        raise DamagedCheckpointError(f"{file} says that its header has {size} bytes, but the file has {file_bytes}")
     return 8 + int(size)

@@ -1,1 +1,1 @@
-"""Carries bytes between workers. The only room that calls a collective."""
+"""Carries bytes between workers. The only package that calls a collective."""

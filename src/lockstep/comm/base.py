@@ -1,11 +1,12 @@
-"""The Comm protocol: what carries bytes between the workers of one generation, and Pending.
+"""The Comm protocol: the operations that carry bytes between the workers of one generation.
 
-Owns no transport. Every implementation passes tests/contract. Rules that all of them keep:
+Contains no transport. Every implementation passes tests/contract and keeps these rules:
 
-- All ranks issue the same operations in the same order; ``what`` says which one in messages.
-- Operations return at once with a ``Pending``; the tensor belongs to the comm until its ``wait`` returns.
-- A failure of another worker is a ``PeerError`` from ``wait`` (or from the next operation), on every rank.
-- ``abort`` may be called from any thread and breaks every pending wait at once. ``close`` may be called twice.
+- All ranks issue the same operations in the same order. ``what`` names an operation in error messages; it is a noun phrase that
+  completes "rank 2 never sent ...", for example "bucket 3 of step 41".
+- An operation returns a ``Pending`` at once. The tensor belongs to the comm until ``Pending.wait`` returns.
+- If another worker fails, ``wait`` (or the next operation) raises ``PeerError`` on every rank.
+- ``abort`` may be called from any thread and ends every pending wait at once. ``close`` may be called twice.
 """
 
 from __future__ import annotations
@@ -17,16 +18,20 @@ from torch import Tensor
 
 from lockstep.plan.tree import Fold
 
-Op = Literal["sum", "mean", "max"]
+Op = Literal["sum", "mean"]
 
 
 class Pending(Protocol):
-    """Work in flight. ``wait`` is called once, by the thread that issued it."""
+    """An operation in flight. The thread that issued the operation calls ``wait`` once."""
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Block until the result is there (on CUDA: until the current stream will see it).
+        """Block until the result is in the tensor (on CUDA: make the current stream wait for it).
 
-        ``None`` means the comm's own timeout. Raises ``PeerError``.
+        Args:
+            timeout_s: Longest wait in seconds; ``None`` means the comm's own timeout.
+
+        Raises:
+            PeerError: Another worker failed, or did not send its part within the timeout.
         """
 
     def done(self) -> bool: ...
@@ -34,7 +39,7 @@ class Pending(Protocol):
 
 @runtime_checkable
 class Comm(Protocol):
-    """One generation's transport. ``rank`` and ``size`` never change in its life."""
+    """The transport of one generation. ``rank`` and ``size`` never change."""
 
     name: str
     rank: int
@@ -42,45 +47,51 @@ class Comm(Protocol):
     timeout_s: float
 
     def averages(self, tensor: Tensor) -> bool:
-        """Whether ``reduce(tensor, "mean")`` is cheaper than scaling on the way in and ``"sum"``."""
+        """Whether ``reduce(tensor, "mean")`` is cheaper than scaling the values first and then ``reduce(tensor, "sum")``."""
 
     def buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A zeroed flat tensor that this comm can reduce with the fewest copies."""
+        """Return a zeroed flat tensor that this comm reduces with the fewest copies. All ranks must call it."""
 
     def reduce(self, tensor: Tensor, op: Op, what: str) -> Pending:
-        """All-reduce a contiguous tensor in place."""
+        """All-reduce a contiguous tensor in place. The result has the same bits on every rank, whatever the timing."""
 
     def fold(self, tensor: Tensor, fold: Fold, scale: float | None, what: str) -> Pending:
-        """All-reduce along one fixed tree (plan/tree.py): bit-equal for every assignment of lanes.
+        """All-reduce along one fixed tree (plan/tree.py): the result has the same bits for every assignment of lanes.
 
-        ``tensor`` is contiguous and flat, ``fold.width`` rows of n elements, best from ``buffer``. This rank's values of
-        ``fold.held[rank]`` are its first rows; what lies in the others does not matter. Afterwards row 0 of every rank
-        is the root's value times ``scale`` (None: unscaled), and the other rows are undefined. Every addition is
-        rounded in the tensor's own dtype. Give the same ``fold`` from step to step: what it needs is prepared once.
+        Every addition is rounded in the tensor's own dtype.
+
+        Args:
+            tensor: Contiguous and flat, ``fold.width`` rows of n elements, best from ``buffer``. The first rows contain this
+                rank's values, one for each node of ``fold.held[rank]``; the contents of the other rows are ignored. When the
+                operation is done, row 0 contains the scaled total on every rank, and the other rows are undefined.
+            fold: Which rank has which nodes of the tree. Pass the same object in every step: what it needs is prepared once.
+            scale: Factor for the total; ``None`` leaves the total unscaled.
+            what: Name of the operation in error messages.
         """
 
     def broadcast(self, tensor: Tensor, source: int, what: str) -> Pending:
-        """Overwrite a contiguous tensor with the source rank's."""
+        """Overwrite a contiguous tensor with the tensor of rank ``source``."""
 
     def all_gather(self, output: Tensor, tensor: Tensor, what: str) -> Pending:
-        """Stack every rank's ``tensor`` into ``output``, whose first dimension is ``size``."""
+        """Copy every rank's ``tensor`` into ``output``, whose first dimension is ``size``."""
 
     def barrier(self, what: str = "a barrier") -> None:
-        """Return when every rank has called it."""
+        """Block until every rank has called it."""
 
     def progress(self) -> None:
-        """Let work in flight go on where that needs this thread. Called between gradients; never waits."""
+        """Advance the operations in flight that need this thread. Called between gradients; never blocks."""
 
-    def abort(self, reason: str) -> None: ...
+    def abort(self, reason: str) -> None:
+        """End every pending wait with a ``PeerError(reason)``. Any thread may call it."""
 
     def close(self) -> None: ...
 
 
 def real(tensor: Tensor) -> Tensor:
-    """The same memory as numbers every transport can add: complex as pairs of reals."""
+    """View the tensor as real numbers, which every transport can add; a complex number becomes a pair of reals."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """The same memory as bytes, for operations that only move it: any dtype, bool and float8 included."""
+    """View the tensor as bytes, for operations that only move memory: works for any dtype, including bool and float8."""
     return tensor.reshape(-1).view(torch.uint8)

@@ -1,6 +1,6 @@
-"""Conversations built from a Comm's operations: bytes from everyone, many tensors from one.
+"""Exchanges built from a Comm's operations: bytes from every rank, many tensors from one rank, comparisons of all ranks.
 
-Knows nothing of gradients. Everything here is collective: all ranks must call it.
+Knows nothing of gradients. All ranks must call every function here.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from lockstep.errors import InvariantError, UsageError
 Row = Sequence[str]
 """One line of a comparison: kind, name, value. For example "parameter", "body.weight", "shape [3, 4], ..."."""
 
-CHUNK_BYTES = 64 << 20
+MESSAGE_BYTES = 64 << 20
 
 
 def gather_bytes(comm: Comm, payload: bytes, what: str) -> list[bytes]:
-    """Every rank's payload, by rank. Lengths may differ. Never unpickled."""
+    """Return every rank's payload, by rank. Lengths may differ. Payloads are never unpickled."""
     lengths = torch.zeros(comm.size, 1, dtype=torch.int64)
-    comm.all_gather(lengths, torch.tensor([len(payload)]), f"{what} (lengths)").wait()
+    comm.all_gather(lengths, torch.tensor([len(payload)]), f"{what} (its length)").wait()
     longest = max(1, int(lengths.max()))
     mine = torch.zeros(longest, dtype=torch.uint8)
     if payload:
@@ -37,21 +37,21 @@ def gather_bytes(comm: Comm, payload: bytes, what: str) -> list[bytes]:
 
 
 class Broadcast:
-    """Many tensors from one rank to all, in few messages: ``start`` on every rank, later ``finish``.
+    """Many tensors from rank ``source`` to all ranks, in few messages. Constructing it starts the broadcast, ``finish`` ends it.
 
-    Tensors travel in flat pieces of one dtype and device, so their number costs nothing on the wire.
+    Each message contains tensors of one dtype and device, so that many small tensors cost little.
     """
 
     def __init__(self, comm: Comm, tensors: Sequence[Tensor], source: int, what: str) -> None:
         self._receives = comm.rank != source
-        self._flights: list[tuple[list[Tensor], Tensor, Pending]] = []
-        for group in _pieces(tensors):
+        self._messages: list[tuple[list[Tensor], Tensor, Pending]] = []
+        for group in _group_into_messages(tensors):
             flat = torch.cat([t.detach().reshape(-1) for t in group])
-            self._flights.append((group, flat, comm.broadcast(bits(flat), source, what)))
+            self._messages.append((group, flat, comm.broadcast(bits(flat), source, what)))
 
     def finish(self, write: Callable[[Tensor, Tensor], object]) -> None:
-        """Wait, and on receiving ranks call ``write(tensor, received)`` for each."""
-        for group, flat, pending in self._flights:
+        """Wait for the messages; on receiving ranks call ``write(tensor, received)`` for each tensor. Raises ``PeerError``."""
+        for group, flat, pending in self._messages:
             pending.wait()
             if self._receives:
                 parts = flat.split([t.numel() for t in group])
@@ -60,33 +60,39 @@ class Broadcast:
 
 
 def broadcast_in_place(comm: Comm, tensors: Sequence[Tensor], source: int, what: str) -> None:
-    """Overwrite ``tensors`` with the source's, a bounded number of bytes at a time."""
+    """Overwrite ``tensors`` with those of rank ``source``, one message at a time, so that little extra memory is needed."""
     if comm.size == 1:
         return
     with torch.no_grad():
-        for group in _pieces(tensors):
+        for group in _group_into_messages(tensors):
             Broadcast(comm, group, source, what).finish(Tensor.copy_)
 
 
-def _pieces(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Group by (device, dtype), each piece at most CHUNK_BYTES unless a single tensor is larger."""
-    pieces: list[list[Tensor]] = []
-    open_: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], int]] = {}
+def _group_into_messages(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Group tensors by device and dtype; a group has at most MESSAGE_BYTES unless it is a single tensor."""
+    full: list[list[Tensor]] = []
+    growing: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], int]] = {}
     for tensor in tensors:
         if tensor.numel() == 0:
             continue
         key = (tensor.device, tensor.dtype)
-        group, held = open_.get(key, ([], 0))
-        if group and held + tensor.nbytes > CHUNK_BYTES:
-            pieces.append(group)
-            group, held = [], 0
+        group, nbytes = growing.get(key, ([], 0))
+        if group and nbytes + tensor.nbytes > MESSAGE_BYTES:
+            full.append(group)
+            group, nbytes = [], 0
         group.append(tensor)
-        open_[key] = (group, held + tensor.nbytes)
-    return pieces + [group for group, _ in open_.values()]
+        growing[key] = (group, nbytes + tensor.nbytes)
+    return full + [group for group, _ in growing.values()]
 
 
 def require_equal(comm: Comm, rows: Sequence[Row], differ: str, remedy: str) -> None:
-    """Compare ``rows`` with every rank's. All ranks must call it.
+    """Compare ``rows`` with every rank's.
+
+    Args:
+        comm: The comm of all ranks to compare.
+        rows: What must be equal on all ranks.
+        differ: Completes the error "rank 0 and rank 2 ...", for example "have different models".
+        remedy: What the user should do; the last sentence of the error.
 
     Raises:
         UsageError: On every rank, with the first row in which a rank differs from rank 0.
@@ -94,17 +100,17 @@ def require_equal(comm: Comm, rows: Sequence[Row], differ: str, remedy: str) -> 
     if comm.size == 1:
         return
     text = json.dumps(rows).encode()
-    digests = gather_bytes(comm, hashlib.sha256(text).digest(), "a fingerprint")
+    digests = gather_bytes(comm, hashlib.sha256(text).digest(), "the digest that all ranks compare")
     if len(set(digests)) == 1:
         return
-    everyone = [json.loads(each) for each in gather_bytes(comm, text, "what each rank has")]
+    everyone = [json.loads(each) for each in gather_bytes(comm, text, "the values that all ranks compare")]
     raise UsageError(f"{_describe_difference(everyone, differ)}. {remedy}")
 
 
 def require_same_model(
     comm: Comm, params: Sequence[tuple[str, Tensor]], buffers: Sequence[tuple[str, Tensor]], settings: Mapping[str, Any]
 ) -> None:
-    """Compare the model's layout and ``settings`` on all ranks. All ranks must call it.
+    """Compare the names and layouts of the model's tensors, and ``settings``, on all ranks.
 
     Raises:
         UsageError: On every rank, if a name, shape, stride, dtype, requires_grad or setting differs.
@@ -115,19 +121,19 @@ def require_same_model(
         for name, t in tensors
     ]
     require_equal(
-        comm, rows, "hold different models", "Build the same model with the same settings on every rank before replicating it."
+        comm, rows, "have different models", "Build the same model with the same settings on every rank before replicating it."
     )
 
 
 def _describe_difference(everyone: Sequence[Sequence[Row]], differ: str) -> str:
     """Name the first row in which a rank differs from rank 0, with both values."""
     for rank, other in enumerate(everyone):
-        for at in range(max(len(everyone[0]), len(other))):
-            mine = everyone[0][at] if at < len(everyone[0]) else None
-            theirs = other[at] if at < len(other) else None
+        for index in range(max(len(everyone[0]), len(other))):
+            mine = everyone[0][index] if index < len(everyone[0]) else None
+            theirs = other[index] if index < len(other) else None
             if mine != theirs:
                 return f"rank 0 and rank {rank} {differ}: rank 0 has {_show(mine)}, rank {rank} has {_show(theirs)}"
-    raise InvariantError("the fingerprints of the ranks differ, but no row does")
+    raise InvariantError("the digests of the ranks differ, but no row does")
 
 
 def _show(row: Row | None) -> str:

@@ -1,8 +1,8 @@
-"""N ranks as threads of one process: a Comm for tests, for a lone worker, and for learning.
+"""A Comm whose ranks are threads of one process: for tests, for a lone worker, and for learning.
 
-``loopback(n)`` gives one comm per rank. Sums are taken in rank order by whoever arrives last, so
-results never depend on timing. Faults are a script: ``hub.fail(rank=1, at=3)`` makes rank 1's
-fourth operation raise, and the others get the ``PeerError`` they would get from a real death.
+``loopback(n)`` returns one comm per rank. The last rank that arrives at an operation performs it for all, always in rank order, so
+results do not depend on timing. Faults are scripted: ``comm.group.fail(rank=1, at=3)`` makes rank 1's fourth operation raise, and
+the other ranks get the ``PeerError`` that a real death would give them.
 """
 
 from __future__ import annotations
@@ -15,135 +15,127 @@ import torch
 from torch import Tensor
 
 from lockstep.comm.base import Op, Pending
-from lockstep.comm.fold import check_fold, fold_here, rows_of, values_of
+from lockstep.comm.blame import FailedWait, never_sent
+from lockstep.comm.fold import check_fold, fold_values, reduction, rows_of, values_of
 from lockstep.errors import InvariantError, PeerError, UsageError
 from lockstep.plan.tree import Fold
 
 
 @dataclass
-class _Round:
-    """One collective: what every rank brought, and whether it is over."""
+class _Collective:
+    """One operation of all ranks: what must be equal on every rank, and each rank's (tensor, output)."""
 
     kind: str
     what: str
-    source: int
-    plan: tuple[Fold, float | None] | None = None
-    brought: dict[int, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
-    over: bool = False
+    source: int = -1
+    fold: Fold | None = None
+    scale: float | None = None
+    tensors: dict[int, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
+    done: bool = False
+
+    def matches(self, other: _Collective) -> bool:
+        mine, theirs = ((c.kind, c.source, c.fold, c.scale) for c in (self, other))
+        return mine == theirs
+
+    def perform(self, size: int) -> None:
+        if size == 1 and self.kind not in ("gather", "fold"):
+            return
+        tensors = [self.tensors[r][0] for r in range(size)]
+        with torch.no_grad():
+            if self.kind in ("reduce", "fold"):
+                fold = self.fold or reduction(size)
+                rows = [rows_of(tensor, fold.width) for tensor in tensors]
+                fold_values(values_of(rows, fold), self.fold, self.scale, [own[0] for own in rows])
+            elif self.kind == "broadcast":
+                for rank, tensor in enumerate(tensors):
+                    if rank != self.source:
+                        tensor.copy_(tensors[self.source])
+            elif self.kind == "gather":
+                for _, output in self.tensors.values():
+                    assert output is not None
+                    torch.stack(tensors, out=output)
+            elif self.kind != "barrier":
+                raise InvariantError(f"loopback has no collective {self.kind!r}")
 
 
-class Hub:
+class LoopbackGroup:
     """What the ranks of one loopback share."""
 
     def __init__(self, size: int, timeout_s: float) -> None:
         self.size = size
         self.timeout_s = timeout_s
         self.changed = threading.Condition()
-        self.rounds: dict[int, _Round] = {}
-        self.broken: PeerError | None = None
+        self.collectives: dict[int, _Collective] = {}
+        self.error: PeerError | None = None
         self.faults: dict[int, int] = {}
 
-    def fail(self, rank: int, at: int) -> Hub:
-        """Script: ``rank`` dies in its operation number ``at`` (from 0). Returns self, to chain."""
+    def fail(self, rank: int, at: int) -> LoopbackGroup:
+        """Script a fault: ``rank`` dies in its operation number ``at``, counted from 0. Returns self, to chain."""
         self.faults[rank] = at
         return self
 
-    def break_with(self, error: PeerError) -> None:
+    def fail_with(self, error: PeerError) -> None:
+        """End every wait with ``error``, unless the group has failed before."""
         with self.changed:
-            self.broken = self.broken or error
+            self.error = self.error or error
             self.changed.notify_all()
 
-    def bring(self, index: int, mine: _Round, rank: int, pair: tuple[Tensor, Tensor | None]) -> _Round:
+    def join(self, index: int, mine: _Collective, rank: int, pair: tuple[Tensor, Tensor | None]) -> _Collective:
+        """Add ``rank``'s tensors to the collective number ``index``; the last rank performs it."""
         with self.changed:
-            round_ = self.rounds.setdefault(index, mine)
-            if (round_.kind, round_.source, round_.plan) != (mine.kind, mine.source, mine.plan):
+            collective = self.collectives.setdefault(index, mine)
+            if not collective.matches(mine):
                 error = PeerError(
-                    f"rank {rank} is at {mine.what!r} ({mine.kind}) where others are at {round_.what!r} ({round_.kind})", (rank,)
+                    f"rank {rank} called {mine.what!r} ({mine.kind}), but other ranks called {collective.what!r} "
+                    f"({collective.kind}). Issue the same operations in the same order on all ranks.",
+                    (rank,),
                 )
-                self.broken = self.broken or error
-                self.changed.notify_all()
+                self.fail_with(error)
                 raise error
-            round_.brought[rank] = pair
-            if len(round_.brought) == self.size:
-                _perform(round_, self.size)
-                round_.over = True
-                del self.rounds[index]
+            collective.tensors[rank] = pair
+            if len(collective.tensors) == self.size:
+                collective.perform(self.size)
+                collective.done = True
+                del self.collectives[index]
                 self.changed.notify_all()
-        return round_
-
-
-def _perform(round_: _Round, size: int) -> None:
-    if size == 1 and round_.kind not in ("gather", "fold"):
-        return
-    tensors = [round_.brought[r][0] for r in range(size)]
-    with torch.no_grad():
-        if round_.kind in ("sum", "mean", "max"):
-            total = tensors[0].clone()
-            for other in tensors[1:]:
-                total = torch.maximum(total, other) if round_.kind == "max" else total.add_(other)
-            if round_.kind == "mean":
-                total.div_(size)
-            for tensor in tensors:
-                tensor.copy_(total)
-        elif round_.kind == "fold":
-            assert round_.plan is not None
-            fold, scale = round_.plan
-            rows = [rows_of(tensor, fold.width) for tensor in tensors]
-            values = [value.clone() for value in values_of(rows, fold)]
-            fold_here(values, fold, scale, [mine[0] for mine in rows])
-        elif round_.kind == "broadcast":
-            for rank, tensor in enumerate(tensors):
-                if rank != round_.source:
-                    tensor.copy_(tensors[round_.source])
-        elif round_.kind == "gather":
-            for _, output in round_.brought.values():
-                assert output is not None
-                torch.stack(tensors, out=output)
-        elif round_.kind != "barrier":
-            raise InvariantError(f"loopback knows no collective {round_.kind!r}")
+        return collective
 
 
 class _LoopbackPending:
-    def __init__(self, hub: Hub, round_: _Round, rank: int) -> None:
-        self._hub, self._round, self._rank = hub, round_, rank
+    def __init__(self, group: LoopbackGroup, collective: _Collective, rank: int) -> None:
+        self._group, self._collective, self._rank = group, collective, rank
 
     def wait(self, timeout_s: float | None = None) -> None:
-        if self._round.over:
+        if self._collective.done:
             return
-        limit_s = self._hub.timeout_s if timeout_s is None else timeout_s
+        limit_s = self._group.timeout_s if timeout_s is None else timeout_s
         started = time.monotonic()
-        with self._hub.changed:
-            self._hub.changed.wait_for(lambda: self._round.over or self._hub.broken, limit_s)
-            if self._round.over:
+        with self._group.changed:
+            self._group.changed.wait_for(lambda: self._collective.done or self._group.error, limit_s)
+            if self._collective.done:
                 return
-            error = self._hub.broken
-            if error is None:
-                missing = [r for r in range(self._hub.size) if r not in self._round.brought]
-                there = sorted(self._round.brought)
-                error = PeerError(
-                    f"rank {', '.join(map(str, missing))} never sent {self._round.what} (rank {self._rank} waited "
-                    f"{time.monotonic() - started:.1f} s; ranks {', '.join(map(str, there))} are there).",
-                    missing,
-                    hung=True,
-                )
-                self._hub.broken = error
-                self._hub.changed.notify_all()
-        raise error.copy()
+            if self._group.error is None:
+                failed = FailedWait(self._rank, 0, self._collective.what, time.monotonic() - started, "")
+                missing = [r for r in range(self._group.size) if r not in self._collective.tensors]
+                message = never_sent(failed, missing, sorted(self._collective.tensors))
+                self._group.fail_with(PeerError(message, missing, hung=True))
+            assert self._group.error is not None
+            raise self._group.error.copy()
 
     def done(self) -> bool:
-        return self._round.over
+        return self._collective.done
 
 
 class Loopback:
-    """One rank's end of a Hub."""
+    """The comm of one rank of a ``LoopbackGroup``."""
 
     name = "loopback"
 
-    def __init__(self, hub: Hub, rank: int) -> None:
-        self.hub = hub
+    def __init__(self, group: LoopbackGroup, rank: int) -> None:
+        self.group = group
         self.rank = rank
-        self.size = hub.size
-        self.timeout_s = hub.timeout_s
+        self.size = group.size
+        self.timeout_s = group.timeout_s
         self._operations = 0
         self._closed = False
 
@@ -154,52 +146,45 @@ class Loopback:
         return torch.zeros(numel, dtype=dtype, device=device)
 
     def reduce(self, tensor: Tensor, op: Op, what: str) -> Pending:
-        return self._enter(op, what, -1, (tensor, None))
+        return self._issue(_Collective("reduce", what, scale=1.0 / self.size if op == "mean" else None), tensor)
 
     def fold(self, tensor: Tensor, fold: Fold, scale: float | None, what: str) -> Pending:
         check_fold(tensor, fold, self.size)
-        return self._enter("fold", what, -1, (tensor, None), (fold, scale))
+        return self._issue(_Collective("fold", what, fold=fold, scale=scale), tensor)
 
     def broadcast(self, tensor: Tensor, source: int, what: str) -> Pending:
-        return self._enter("broadcast", what, source, (tensor, None))
+        return self._issue(_Collective("broadcast", what, source), tensor)
 
     def all_gather(self, output: Tensor, tensor: Tensor, what: str) -> Pending:
-        return self._enter("gather", what, -1, (tensor, output))
+        return self._issue(_Collective("gather", what), tensor, output)
 
     def barrier(self, what: str = "a barrier") -> None:
-        self._enter("barrier", what, -1, (torch.empty(0), None)).wait()
+        self._issue(_Collective("barrier", what), torch.empty(0)).wait()
 
-    def _enter(
-        self,
-        kind: str,
-        what: str,
-        source: int,
-        pair: tuple[Tensor, Tensor | None],
-        plan: tuple[Fold, float | None] | None = None,
-    ) -> Pending:
+    def _issue(self, collective: _Collective, tensor: Tensor, output: Tensor | None = None) -> Pending:
         if self._closed:
-            raise UsageError(f"rank {self.rank} used its comm for {what} after closing it.")
-        if self.hub.broken is not None:
-            raise self.hub.broken.copy()
+            raise UsageError(f"rank {self.rank} used its comm for {collective.what} after closing it.")
+        if self.group.error is not None:
+            raise self.group.error.copy()
         index = self._operations
         self._operations += 1
-        if self.hub.faults.get(self.rank) == index:
-            error = PeerError(f"rank {self.rank} died before {what}, as its script told it to.", (self.rank,))
-            self.hub.break_with(error)
+        if self.group.faults.get(self.rank) == index:
+            error = PeerError(f"rank {self.rank} died before {collective.what}, as the fault script says.", (self.rank,))
+            self.group.fail_with(error)
             raise error
-        return _LoopbackPending(self.hub, self.hub.bring(index, _Round(kind, what, source, plan), self.rank, pair), self.rank)
+        return _LoopbackPending(self.group, self.group.join(index, collective, self.rank, (tensor, output)), self.rank)
 
     def progress(self) -> None:
         return None
 
     def abort(self, reason: str) -> None:
-        self.hub.break_with(PeerError(reason))
+        self.group.fail_with(PeerError(reason))
 
     def close(self) -> None:
         self._closed = True
 
 
 def loopback(size: int = 1, timeout_s: float = 60.0) -> list[Loopback]:
-    """One comm per rank; give each to a thread of its own. ``comms[0].hub`` takes the fault script."""
-    hub = Hub(size, timeout_s)
-    return [Loopback(hub, rank) for rank in range(size)]
+    """Return one comm per rank; each belongs to a thread of its own. ``comms[0].group`` takes the fault script."""
+    group = LoopbackGroup(size, timeout_s)
+    return [Loopback(group, rank) for rank in range(size)]

@@ -1,7 +1,7 @@
-"""Operations in flight as generators, which give up where they would wait; whoever calls in lets them go on.
+"""Operations in flight as generators: an operation yields instead of blocking, and later calls into the comm advance it.
 
-Knows nothing of how bytes travel. A comm is the ``Driver`` of its operations: it keeps those that
-are under way, lets all of them go on whenever it is called, and knows how to wait for one.
+Knows nothing of how bytes travel. A comm is the ``Driver`` of its operations: it keeps those in flight, advances all of them
+whenever it is called, and knows how to wait for one.
 """
 
 from __future__ import annotations
@@ -9,60 +9,71 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from lockstep.errors import PeerError
+from lockstep.comm.peer_health import PeerHealth
 
-Steps = Generator[Any, None, None]
-"""What an operation does. Yields the torch work it waits for (a ``Last`` one, if so), or None where only another look can tell."""
+OpGenerator = Generator[Any, None, None]
+"""The body of an operation. Yields the torch work it waits for (or a ``FinalWork``), or None if it must be polled."""
 
 
-class Last(NamedTuple):
-    """A work after which nothing is left to do: nobody needs this thread to see its end but the one who waits."""
+class FinalWork(NamedTuple):
+    """A torch work after which the operation has nothing left to do: it completes even if this thread does not advance it."""
 
     work: Any
 
 
 class Driver(Protocol):
-    def await_(self, running: Operation, timeout_s: float | None) -> None:
-        """Return when ``running`` is done. Lets everything else go on meanwhile; raises ``PeerError``."""
+    """What an operation needs from its comm."""
 
-    def explain(self, running: Operation, error: RuntimeError) -> PeerError: ...
+    health: PeerHealth
+
+    def start(self, body: OpGenerator, number: int, what: str) -> Operation:
+        """Put an operation in flight and run it until it would block."""
+
+    def advance(self) -> bool:
+        """Advance every operation in flight without blocking; whether any is still in flight."""
+
+    def wait_for(self, operation: Operation, timeout_s: float | None) -> None:
+        """Block until ``operation`` is done, and advance all others meanwhile. Raises ``PeerError``."""
 
 
 class Operation:
-    """An operation in flight: the Pending of its ``steps``."""
+    """An operation in flight: the ``Pending`` of a generator."""
 
-    __slots__ = ("_done", "_driver", "_error", "_steps", "count", "waits_for", "what")
+    __slots__ = ("_body", "_done", "_driver", "_error", "number", "waits_for", "what")
 
-    def __init__(self, driver: Driver, steps: Steps, count: int, what: str) -> None:
-        self._driver, self._steps, self.count, self.what = driver, steps, count, what
+    def __init__(self, driver: Driver, body: OpGenerator, number: int, what: str) -> None:
+        self._driver, self._body, self.number, self.what = driver, body, number, what
         self.waits_for: Any = None
         self._done = False
         self._error: RuntimeError | None = None
 
-    def go_on(self) -> bool:
-        """Run until it waits or ends; whether it has ended."""
+    def advance(self) -> bool:
+        """Run until the operation would block or is done; whether it is done."""
         if not self._done:
             try:
-                self.waits_for = next(self._steps)
+                self.waits_for = next(self._body)
             except StopIteration:
                 self._done = True
-            except RuntimeError as error:  # raised for the one who waits, not for whoever called in
+            except RuntimeError as error:  # raised by this operation's wait, not by the unrelated call that advanced it
                 self._error, self._done = error, True
-                self._driver.explain(self, error)
+                self._explain(error)
         return self._done
 
     def wait(self, timeout_s: float | None = None) -> None:
         if not self._done:
-            self._driver.await_(self, timeout_s)
+            self._driver.wait_for(self, timeout_s)
         if self._error is not None:
-            raise self._driver.explain(self, self._error) from self._error
+            raise self._explain(self._error) from self._error
 
     def done(self) -> bool:
         return self._done
 
+    def _explain(self, error: RuntimeError) -> Exception:
+        return self._driver.health.explain(self.number, self.what, 0.0, error)
+
 
 class Done:
-    """The Pending of work that was over when it was issued."""
+    """The ``Pending`` of an operation that was done when it was issued."""
 
     def wait(self, timeout_s: float | None = None) -> None:
         return None
@@ -72,27 +83,29 @@ class Done:
 
 
 class InOrder:
-    """Keeps operations in the order they were issued in, where they must meet others' in the same order."""
+    """Makes operations take a stage in the order in which they were issued: a group matches collectives by their order."""
 
     def __init__(self) -> None:
-        self._taken = self._now = 0
+        self._tickets = self._now = 0
 
-    def take(self) -> int:
-        self._taken += 1
-        return self._taken - 1
+    def take_ticket(self) -> int:
+        """Called when an operation is issued."""
+        self._tickets += 1
+        return self._tickets - 1
 
-    def come(self, turn: int) -> Steps:
-        """Wait until it is ``turn``'s turn; ``pass_on`` ends it."""
-        while self._now != turn:
+    def wait_for(self, ticket: int) -> OpGenerator:
+        """Yield until every earlier ticket's operation has called ``next_ticket``."""
+        while self._now != ticket:
             yield
 
-    def pass_on(self) -> None:
+    def next_ticket(self) -> None:
+        """Called when an operation has issued the last collective of the stage."""
         self._now += 1
 
 
-def until(works: Sequence[Any], last: bool = False) -> Steps:
-    """Wait for torch works; raises their errors."""
+def wait_for_works(works: Sequence[Any], final: bool = False) -> OpGenerator:
+    """Yield until torch works are complete; raises their errors. ``final``: the operation ends with them."""
     for work in works:
         while not work.is_completed():
-            yield Last(work) if last else work
+            yield FinalWork(work) if final else work
         work.wait()

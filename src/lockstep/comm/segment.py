@@ -1,9 +1,9 @@
-"""Shared memory that leaves nothing behind: anonymous files, passed between processes of one user by descriptor.
+"""Segments of shared memory that leave no file behind: anonymous files, opened by other processes of the same user.
 
-A segment has no name in any file system (``memfd_create``), so a crash at any moment leaves no
-file; it is gone when the last process that maps it is. Others open it through
-``/proc/PID/fd/N``, which the kernel allows to the same user alone. All its pages are reserved when
-it is made: too little memory is an error then, never a SIGBUS later.
+A segment has no name in any file system (``memfd_create``), so a crash at any moment leaves no file; the kernel frees it when the
+last process that maps it ends. Other processes open it through ``/proc/PID/fd/N``, which the kernel allows to the same user alone.
+All its pages are reserved when it is created: too little memory is an error then, never a SIGBUS later. Hand-written because
+``multiprocessing.shared_memory`` has names that a killed process leaves behind.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 
 class SegmentError(OSError):
-    """There is no room for a segment, or it cannot be shared. ``reason`` is for the user."""
+    """There is too little memory for a segment, or it cannot be shared. ``reason`` is shown to the user."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -28,7 +28,7 @@ def supported() -> bool:
 
 
 class Segment:
-    """``nbytes`` of zeroed shared memory, mapped here. ``create`` on one process, ``open`` on the others."""
+    """``nbytes`` of zeroed shared memory, mapped into this process. One process calls ``create``, the others ``open``."""
 
     def __init__(self, fd: int, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -47,40 +47,40 @@ class Segment:
             return cls(fd, nbytes)
         except OSError as error:
             os.close(fd)
-            limit = " (the limit on file sizes, ulimit -f, counts here)" if error.errno == errno.EFBIG else ""
+            limit = " (the limit on file sizes, ulimit -f, applies)" if error.errno == errno.EFBIG else ""
             raise SegmentError(f"{_mb(nbytes)} needed, but {os.strerror(error.errno or 0)}{limit}") from error
 
     @classmethod
     def open(cls, address: str, nbytes: int) -> Segment:
-        """Map another process's segment by the ``address`` it gave."""
+        """Map the segment of another process by its ``address``."""
         try:
             fd = os.open(address, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
             raise SegmentError(
-                f"cannot open another worker's memory ({error.strerror}): not one user, or not one machine"
+                f"cannot open another worker's memory ({error.strerror}): the workers belong to different users or machines"
             ) from error
         if os.fstat(fd).st_size != nbytes:
             os.close(fd)
-            raise SegmentError("another worker's memory has another size")
+            raise SegmentError("another worker's memory has a different size")
         return cls(fd, nbytes)
 
     @property
     def address(self) -> str:
-        """Where other processes of this user can open it, until ``seal``."""
+        """The path by which other processes of this user can open the segment, until ``close_descriptor``."""
         return f"/proc/{os.getpid()}/fd/{self._fd}"
 
-    def seal(self) -> None:
-        """Everybody has it: close the descriptor that was given out. The mapping stays."""
+    def close_descriptor(self) -> None:
+        """Called when all processes have opened the segment. The mapping stays. May be called twice."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
     def __del__(self) -> None:
-        self.seal()
+        self.close_descriptor()
 
 
 def free_bytes() -> int:
-    """What this process may still allocate: the machine's memory and its control group's limit, whichever is less."""
+    """How much this process may still allocate: the machine's free memory, or what its control group's limit leaves if less."""
     limits = [_meminfo()]
     for used, limit in (("memory.current", "memory.max"), ("memory/memory.usage_in_bytes", "memory/memory.limit_in_bytes")):
         try:

@@ -1,13 +1,11 @@
-"""A shared bucket: every rank's buffer in one segment, and the arithmetic on it. See shm.py for the protocol."""
+"""A bucket in shared memory: the buffers of all ranks of a machine in one segment, as this rank sees them. Protocol: shm.py."""
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
-from lockstep.comm.base import Op
 from lockstep.comm.counters import LINE_BYTES, PlainCounters
-from lockstep.comm.fold import BLOCK_BYTES, Block, fold_blocks, rows_of, values_of
+from lockstep.comm.fold import Block, fold_blocks, reduction, rows_of, values_of
 from lockstep.comm.segment import Segment
 from lockstep.plan.tree import Fold
 
@@ -15,41 +13,34 @@ PAGE_BYTES = 4096
 
 
 class SharedBucket:
-    """One shared bucket: every rank's buffer, seen from this one."""
+    """Every rank's buffer, and counters of how often each rank has filled its buffer and has reduced its slice."""
 
     def __init__(
         self, segment: Segment, rank: int, size: int, numel: int, dtype: torch.dtype, counters: type[PlainCounters]
     ) -> None:
-        head = counters.nbytes(size)
-        first = rank == 0
-        self.deposited = counters(segment.memory, 0, size, first)
-        self.reduced = counters(segment.memory, head, size, first)
-        self.epoch = 0
-        self.rank, self.dtype = rank, dtype
+        is_first = rank == 0
+        self.deposited = counters(segment.memory, 0, size, is_first)
+        self.reduced = counters(segment.memory, counters.nbytes(size), size, is_first)
+        self._rank, self._uses = rank, 0
         start, stride = self.layout(size, numel, dtype, counters)
         self.buffers = [torch.frombuffer(segment.memory, dtype=dtype, count=numel, offset=start + r * stride) for r in range(size)]
-        self.blocks = self.cut(*slice_of(rank, size, numel, dtype.itemsize))
-        self._folds: dict[Fold, list[Block]] = {}
+        self._blocks: dict[Fold | None, list[Block]] = {}
 
-    def cut(self, low: int, high: int) -> list[list[Tensor]]:
-        """Elements low to high of all buffers, in blocks that fit the cache: for each block every rank's view."""
-        step = max(1, BLOCK_BYTES // self.dtype.itemsize)
-        return [[b[at : min(at + step, high)] for b in self.buffers] for at in range(low, high, step)]
-
-    def fold_blocks(self, fold: Fold) -> list[Block]:
-        """My slice of every rank's rows; the totals go to all ranks' first rows. Made once for each fold."""
-        found = self._folds.get(fold)
+    def blocks(self, fold: Fold | None) -> list[Block]:
+        """The blocks that write this rank's slice of the total to row 0 of every rank; made once. ``fold=None`` is a reduction."""
+        found = self._blocks.get(fold)
         if found is None:
-            rows = [rows_of(buffer, fold.width) for buffer in self.buffers]
-            low, high = slice_of(self.rank, len(rows), rows[0].shape[1], rows[0].element_size())
-            found = self._folds[fold] = fold_blocks(values_of(rows, fold), fold, [mine[0] for mine in rows], low, high)
+            rows = [rows_of(buffer, 1 if fold is None else fold.width) for buffer in self.buffers]
+            low, high = slice_of(self._rank, len(rows), rows[0].shape[1], rows[0].element_size())
+            values = values_of(rows, fold or reduction(len(rows)))
+            found = self._blocks[fold] = fold_blocks(values, fold, [own[0] for own in rows], low, high)
         return found
 
     def deposit(self) -> int:
-        """My buffer is filled: others may read it, and write my result into it. Returns this use's number."""
-        self.epoch += 1
-        self.deposited.publish(self.rank, self.epoch)
-        return self.epoch
+        """Publish that this rank's buffer is filled; other ranks may then read and write it. Returns how often it was filled."""
+        self._uses += 1
+        self.deposited.publish(self._rank, self._uses)
+        return self._uses
 
     @staticmethod
     def layout(size: int, numel: int, dtype: torch.dtype, counters: type[PlainCounters]) -> tuple[int, int]:
@@ -62,40 +53,8 @@ class SharedBucket:
         return start + size * stride
 
 
-def combine(block: list[Tensor], op: Op, scale: float | None) -> None:
-    """The same block of every rank's buffer becomes the sum (mean, maximum) of all."""
-    if len(block) == 1:
-        return
-    first = block[0]
-    if first.dtype in (torch.float16, torch.bfloat16) and op != "max":
-        total = first.float()
-        for other in block[1:]:
-            total += other
-        if scale is not None:
-            total *= scale
-        first.copy_(total)
-    else:
-        for other in block[1:]:
-            torch.maximum(first, other, out=first) if op == "max" else first.add_(other)
-        if scale is not None:
-            first.mul_(scale)
-    for other in block[1:]:
-        other.copy_(first)
-
-
-def sum_into(target: Tensor, parts: list[Tensor], op: Op, scale: float | None) -> None:
-    """``target`` becomes the sum of ``parts``, which stay as they are."""
-    wide = op != "max" and target.dtype in (torch.float16, torch.bfloat16)
-    total = parts[0].float() if wide else parts[0].clone()
-    for part in parts[1:]:
-        total = torch.maximum(total, part) if op == "max" else total.add_(part)
-    if scale is not None:
-        total.mul_(scale)
-    target.copy_(total)
-
-
 def slice_of(rank: int, size: int, numel: int, itemsize: int) -> tuple[int, int]:
-    """Rank's part of a bucket: equal parts, cut at cache lines, so that no line has two owners."""
+    """(first, last) element of rank's slice of a bucket: equal slices, cut at cache lines, so that no line has two owners."""
     line = max(1, LINE_BYTES // itemsize)
     lines = -(-numel // line)
     return min(numel, lines * rank // size * line), min(numel, lines * (rank + 1) // size * line)

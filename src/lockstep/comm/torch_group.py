@@ -1,8 +1,9 @@
-"""A Comm over torch process groups: gloo for the host's memory, NCCL (or gloo) for CUDA's.
+"""A Comm over torch process groups: gloo for host memory, NCCL (or gloo) for CUDA memory.
 
-One object is one generation: groups are built for it under a fresh store prefix and end with it.
-Knows nothing of buckets or steps beyond the ``what`` it prints. A fold (comm/fold_wire.py) needs this
-thread between its two stages: it is a generator, as in shm.py, and NCCL's is a queue on a stream.
+One object serves one generation: its groups are built under a fresh store prefix and end with it. Knows nothing of buckets or steps
+beyond the ``what`` it prints. A fold over gloo (comm/fold_gloo.py) needs this thread between its two stages, so it is a generator
+(comm/operation.py). A fold over NCCL (comm/fold_nccl.py) is enqueued on a stream. ``reduce`` is the backend's own all-reduce, which
+needs no thread of ours.
 """
 
 from __future__ import annotations
@@ -11,8 +12,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -21,14 +21,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.comm.base import Op, Pending, bits, real
-from lockstep.comm.fold import check_fold, fold_here, rows_of
-from lockstep.comm.fold_gloo import Mesh, Spare, Wire, finish, pieces, through_host
+from lockstep.comm.connections import Connections
+from lockstep.comm.fold import check_fold, fold_values, rows_of
+from lockstep.comm.fold_gloo import FoldGroup, GroupRef, ScratchPool, cut_into_pieces, finish_fold, fold_through_host
 from lockstep.comm.fold_nccl import fold_on_stream
-from lockstep.comm.operation import Done, InOrder, Last, Operation, Steps
+from lockstep.comm.operation import Done, Driver, FinalWork, InOrder, Operation, OpGenerator
 from lockstep.comm.peer_health import PeerHealth
-from lockstep.comm.sockets import Connections
 from lockstep.comm.store import await_ranks
-from lockstep.comm.waits import CudaPending, GlooPending, Recorded, first_line, slice_of_wait
+from lockstep.comm.torch_pending import CudaPending, GlooPending, StreamWork, slice_of_wait
 from lockstep.errors import PeerError, UsageError
 from lockstep.plan.tree import Fold
 
@@ -39,24 +39,24 @@ def _options(op: Any) -> dist.AllreduceOptions:
     return options
 
 
-_OPTIONS: dict[Op, dist.AllreduceOptions] = {
-    "sum": _options(dist.ReduceOp.SUM),
-    "mean": _options(dist.ReduceOp.AVG),
-    "max": _options(dist.ReduceOp.MAX),
-}
-_BACKSTOP = timedelta(days=7)  # our own waits time out and name the rank; gloo's timeout never should
-
-
-def options_for(op: Op) -> dist.AllreduceOptions:
-    return _OPTIONS[op]
+_OPTIONS: dict[Op, dist.AllreduceOptions] = {"sum": _options(dist.ReduceOp.SUM), "mean": _options(dist.ReduceOp.AVG)}
+_BACKEND_TIMEOUT = timedelta(days=7)  # our own waits time out first, and name the rank
 
 
 class TorchGroup:
-    """gloo and NCCL process groups among ``size`` ranks that meet in ``store``.
+    """gloo and NCCL process groups among the ranks of a store. All ranks must construct it; blocks until they have.
 
-    All ranks must construct it; blocks until they have (``PeerError`` names who has not after
-    ``timeout_s``). ``cuda`` says what carries CUDA tensors: ``"nccl"``, ``"gloo"`` (through the
-    host; several ranks may share a GPU), or a process group that exists already.
+    Args:
+        store: The store through which the ranks find each other.
+        rank, size: This worker's number, and how many workers there are.
+        timeout_s: How long a wait may take.
+        cuda: What carries CUDA tensors: ``"nccl"``, ``"gloo"`` (through host memory; several ranks may share a GPU), or a process
+            group that exists already.
+        device: The CUDA device of this worker; needed for ``cuda="nccl"``.
+        driver: If this group is part of a larger comm: drives the operations of both, and has their common health.
+
+    Raises:
+        PeerError: Names the ranks that did not construct it within ``timeout_s``.
     """
 
     def __init__(
@@ -68,38 +68,32 @@ class TorchGroup:
         timeout_s: float = 600.0,
         cuda: Literal["nccl", "gloo"] | dist.ProcessGroup = "gloo",
         device: torch.device | None = None,
+        driver: Driver | None = None,
     ) -> None:
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
-        self._in_flight: deque[CudaPending] = deque()
-        self._in_flight_lock = threading.Lock()
-        self._running: list[Operation] = []  # folds over gloo
-        self._returning = InOrder()
-        self._spare = Spare()
-        self.beside: Callable[[], bool] | None = None
-        """What a wait lets go on instead of our own folds, where this is part of a larger comm: see ``GlooPending``."""
-        self._side: torch.cuda.Stream | None = None  # where NCCL's folds are added
-        self._store = store
+        self._cuda_pendings: deque[CudaPending] = deque()
+        self._cuda_lock = threading.Lock()
+        self._in_flight: list[Operation] = []  # folds over gloo
+        self._shares = InOrder()
+        self._scratch = ScratchPool()
+        self._fold_stream: torch.cuda.Stream | None = None
+        self._store, self._larger = store, driver
         store.set_timeout(timedelta(seconds=timeout_s))
         await_ranks(store, rank, size, timeout_s)
         self._connections = Connections()
         self._gloo = [build_gloo(dist.PrefixStore("gloo", store), rank, size, self._connections)]
-        self._nccl: Any = None if cuda == "gloo" else cuda
+        self._nccl: Any = None
         if isinstance(cuda, dist.ProcessGroup):
             self._nccl = cuda._get_backend(torch.device("cuda"))  # skips a dispatch per operation
-        self._owns_nccl = cuda == "nccl"
-        if self._owns_nccl:
-            if device is None or device.type != "cuda":
-                raise UsageError(f"NCCL needs the CUDA device this worker uses, not {device}. Pass device=torch.device('cuda', N).")
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = _BACKSTOP
-            self._nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, options)
-            self._nccl.eager_connect_single_device(device)
+        elif cuda == "nccl":
+            self._nccl = _build_nccl(dist.PrefixStore("nccl", store), rank, size, device)
         self.name = "gloo" if self._nccl is None else "nccl"
-        self.guard = PeerHealth(store, rank, size, _breaker(self._connections, self._nccl))
+        self.health = PeerHealth(store, rank, size) if driver is None else driver.health
+        self.health.on_failure(_breaker(self._connections, self._nccl))
         if self._nccl is not None:
-            self.guard.watch.each_poll(_weakly(self._check_cuda))
+            self.health.on_poll(_weakly(self._check_cuda))
         self._finalizer = weakref.finalize(
-            self, _shut, self.guard, self._connections, self._gloo, self._nccl if self._owns_nccl else None
+            self, _close, self.health, self._connections, self._gloo, self._nccl if cuda == "nccl" else None
         )
 
     def averages(self, tensor: Tensor) -> bool:
@@ -109,179 +103,190 @@ class TorchGroup:
         return torch.zeros(numel, dtype=dtype, device=device)
 
     def reduce(self, tensor: Tensor, op: Op, what: str) -> Pending:
-        count = self.guard.enter(what)
-        wire = real(tensor)
+        number = self.health.begin(what)
+        numbers = real(tensor)
         if op == "mean" and not self.averages(tensor):
             op = "sum"
-            wire.mul_(1.0 / self.size)
-        return self._issue("allreduce", ([wire], options_for(op)), tensor, count, what)
+            numbers.mul_(1.0 / self.size)
+        return self._issue("allreduce", ([numbers], _OPTIONS[op]), tensor, number, what)
 
     def fold(self, tensor: Tensor, fold: Fold, scale: float | None, what: str) -> Pending:
-        count = self.guard.enter(what)
+        number = self.health.begin(what)
         check_fold(tensor, fold, self.size)
         if self.size == 1:
             rows = rows_of(tensor, fold.width)
-            fold_here(rows[: len(fold.held[0])].unbind(), fold, scale, [rows[0]])
+            fold_values(rows[: len(fold.held[0])].unbind(), fold, scale, [rows[0]])
             return Done()
         if tensor.is_cuda and self._nccl is not None:
-            return self._fold_on_stream(tensor, fold, scale, count, what)
-        if not self.can_fold:
-            self.barrier(what)  # nobody connects before all have come: this wait ends and names who has not
-            self.prepare_to_fold()
-        return through_host(tensor, fold, self.rank, lambda host: self._start(host, fold, scale, count, what))
+            return self._fold_on_stream(tensor, fold, scale, number, what)
+        if len(self._gloo) == 1:
+            self._connect_for_results(what)
+
+        def start(host: Tensor) -> Operation:
+            return self._driver.start(self._fold_over_gloo(host, fold, scale, number, what), number, what)
+
+        return fold_through_host(tensor, fold, self.rank, start)
 
     def broadcast(self, tensor: Tensor, source: int, what: str) -> Pending:
-        count = self.guard.enter(what)
+        number = self.health.begin(what)
         options = dist.BroadcastOptions()
         options.rootRank = source
-        return self._issue("broadcast", ([bits(tensor)], options), tensor, count, what)
+        return self._issue("broadcast", ([bits(tensor)], options), tensor, number, what)
 
     def all_gather(self, output: Tensor, tensor: Tensor, what: str) -> Pending:
-        count = self.guard.enter(what)
+        number = self.health.begin(what)
         outputs = [bits(output[r]) for r in range(self.size)]
-        return self._issue("allgather", ([outputs], [bits(tensor)]), tensor, count, what)
+        return self._issue("allgather", ([outputs], [bits(tensor)]), tensor, number, what)
 
     def barrier(self, what: str = "a barrier") -> None:
         self.reduce(torch.zeros(1), "sum", what).wait()
 
     def progress(self) -> None:
-        """gloo and NCCL have threads of their own; folds over gloo have not."""
-        if self._running:
-            self._running = [running for running in self._running if not running.go_on()]
-
-    def _meanwhile(self) -> bool:
-        if self.beside is not None:
-            return self.beside()
-        self.progress()
-        return bool(self._running)
+        """Advance folds over gloo. All other operations have threads of gloo's or NCCL's."""
+        if self._in_flight:
+            self._in_flight = [operation for operation in self._in_flight if not operation.advance()]
 
     def abort(self, reason: str) -> None:
-        """Break every pending wait of this rank, and through the closed connections everybody's."""
-        self.guard.fail(PeerError(reason))
+        """End every pending wait of this rank, and of all ranks through the closed connections."""
+        self.health.fail(PeerError(reason))
 
     def close(self) -> None:
         self._finalizer()
 
-    def _issue(self, operation: str, arguments: tuple[Any, ...], tensor: Tensor, count: int, what: str) -> Pending:
+    def _issue(self, operation: str, arguments: tuple[Any, ...], tensor: Tensor, number: int, what: str) -> Pending:
         if tensor.is_cuda and self._nccl is not None:
-            return self._track(getattr(self._nccl, operation)(*arguments), count, what)
+            return self._track(getattr(self._nccl, operation)(*arguments), number, what)
         try:
             work = getattr(self._gloo[0], operation)(*arguments)
-        except RuntimeError as error:  # the peer's connection was gone before we began
-            raise self.guard.explain(count, what, 0.0, first_line(error)) from error
-        return GlooPending(self.guard, self.timeout_s, work, count, what, self._meanwhile)
+        except RuntimeError as error:  # the connection was cut before the operation began
+            raise self.health.explain(number, what, 0.0, error) from error
+        return GlooPending(self._driver, self.timeout_s, work, number, what)
 
-    # -- folds -------------------------------------------------------------------------------
+    # -- folds over gloo, and the Driver of them -----------------------------------------------
 
     @property
-    def can_fold(self) -> bool:
-        return len(self._gloo) > 1
+    def _driver(self) -> Driver:
+        return self if self._larger is None else self._larger
 
-    def prepare_to_fold(self) -> None:
-        """Connect the group that results come back on. All ranks must call it, at the same time: none waits long."""
-        with connecting(self.guard):
-            self._gloo.append(build_gloo(dist.PrefixStore("results", self._store), self.rank, self.size, self._connections))
-
-    def _start(self, tensor: Tensor, fold: Fold, scale: float | None, count: int, what: str) -> Operation:
-        running = Operation(self, self.fold_steps(tensor, fold, scale, count, what), count, what)
-        self._running.append(running)
-        self.progress()
-        return running
-
-    def fold_steps(self, tensor: Tensor, fold: Fold, scale: float | None, count: int, what: str) -> Steps:
-        """A fold of host memory for somebody else to drive. What this rank sends leaves at once, in the order of the calls."""
-        rows = rows_of(tensor, fold.width)
-        mesh = Mesh(self.rank, self.size, Wire(self._gloo, 0), Wire(self._gloo, 1), self._spare)
-        parts = pieces(mesh, rows[: len(fold.held[self.rank])].unbind(), fold, rows[0])
-        turn = self._returning.take()
+    def _connect_for_results(self, what: str) -> None:
+        """Build the group for the results of folds, when all ranks have reached their first fold."""
+        self.barrier(what)  # building a group cannot name a missing rank; this wait can
         try:
-            for piece in parts:
+            self._gloo.append(build_gloo(dist.PrefixStore("results", self._store), self.rank, self.size, self._connections))
+        except RuntimeError as error:
+            raise self.health.explain(self.health.count, "its connections for folds", 0.0, error) from error
+        self.health.raise_if_failed()  # an abort may have happened before the new connections existed
+
+    def _fold_over_gloo(self, tensor: Tensor, fold: Fold, scale: float | None, number: int, what: str) -> OpGenerator:
+        """Send this rank's values at once, in the order of the calls, and return the rest of the fold."""
+        rows = rows_of(tensor, fold.width)
+        group = FoldGroup(self.rank, self.size, GroupRef(self._gloo, 0), GroupRef(self._gloo, 1), self._scratch)
+        pieces = cut_into_pieces(group, rows[: len(fold.held[self.rank])].unbind(), fold, rows[0])
+        ticket = self._shares.take_ticket()
+        try:
+            for piece in pieces:
                 piece.scatter()
-        except RuntimeError as error:  # the peer's connection was gone before we began
-            raise self.guard.explain(count, what, 0.0, first_line(error)) from error
-        return finish(parts, scale, self._returning, turn)
+        except RuntimeError as error:  # the connection was cut before the operation began
+            raise self.health.explain(number, what, 0.0, error) from error
+        return finish_fold(pieces, scale, self._shares, ticket)
 
-    def _fold_on_stream(self, tensor: Tensor, fold: Fold, scale: float | None, count: int, what: str) -> Pending:
-        """All of it is given to a side stream now: a backward goes on meanwhile."""
-        with torch.cuda.device(tensor.device):
-            if self._side is None:
-                self._side = torch.cuda.Stream()
-            self._side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._side):
-                fold_on_stream(self._nccl, self.rank, self.size, tensor, fold, scale)
-            tensor.record_stream(self._side)
-            return self._track(Recorded(self._side, tensor.device), count, what)
+    def start(self, body: OpGenerator, number: int, what: str) -> Operation:
+        operation = Operation(self, body, number, what)
+        self._in_flight.append(operation)
+        self.progress()
+        return operation
 
-    def await_(self, running: Operation, timeout_s: float | None) -> None:
-        """Block on one work at a time, and look up now and then."""
+    def advance(self) -> bool:
+        self.progress()
+        return bool(self._in_flight)
+
+    def wait_for(self, operation: Operation, timeout_s: float | None) -> None:
+        """Block on one torch work at a time, for a slice of the timeout, and advance all folds after each slice."""
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         started = time.monotonic()
         while True:
             self.progress()
-            if running.done():
+            if operation.done():
                 return
-            if self.guard.error is not None:
-                raise self.guard.again()
+            self.health.raise_if_failed()
             waited_s = time.monotonic() - started
             if waited_s >= limit_s:
-                raise self.guard.explain(running.count, running.what, waited_s)
+                raise self.health.explain(operation.number, operation.what, waited_s)
             try:
-                self._next_work(running).wait(slice_of_wait(limit_s - waited_s, len(self._running) > 1))
+                self._next_work(operation).wait(slice_of_wait(limit_s - waited_s, len(self._in_flight) > 1))
             except RuntimeError:
-                continue  # the slice is over, or the work failed: its steps find out
+                continue  # the slice is over, or the work failed: then the operation raises its error
 
-    def _next_work(self, running: Operation) -> Any:
-        """The oldest values that have to be added here, before results that come by themselves."""
-        for one in self._running:
-            if one.waits_for is not None and not isinstance(one.waits_for, Last):
-                return one.waits_for
-        assert isinstance(running.waits_for, Last), "a turn that nobody has"
-        return running.waits_for.work
-
-    def explain(self, running: Operation, error: RuntimeError) -> PeerError:
-        return self.guard.explain(running.count, running.what, 0.0, first_line(error))
+    def _next_work(self, operation: Operation) -> Any:
+        """The oldest work after which this thread must add values; if there is none, the final work of ``operation``."""
+        for other in self._in_flight:
+            if other.waits_for is not None and not isinstance(other.waits_for, FinalWork):
+                return other.waits_for
+        assert isinstance(operation.waits_for, FinalWork), "every operation waits for its ticket"
+        return operation.waits_for.work
 
     # -- CUDA --------------------------------------------------------------------------------
 
-    def _track(self, work: Any, count: int, what: str) -> CudaPending:
-        pending = CudaPending(self.guard, work, count, what)
-        self._in_flight.append(pending)
-        if len(self._in_flight) > 32:  # a work keeps its tensors alive, so not many
-            self._forget_finished()
+    def _fold_on_stream(self, tensor: Tensor, fold: Fold, scale: float | None, number: int, what: str) -> Pending:
+        """Enqueue the fold on a stream of its own: a backward is not delayed."""
+        with torch.cuda.device(tensor.device):
+            if self._fold_stream is None:
+                self._fold_stream = torch.cuda.Stream()
+            self._fold_stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._fold_stream):
+                fold_on_stream(self._nccl, self.rank, self.size, tensor, fold, scale)
+            tensor.record_stream(self._fold_stream)
+            return self._track(StreamWork(self._fold_stream, tensor.device), number, what)
+
+    def _track(self, work: Any, number: int, what: str) -> CudaPending:
+        pending = CudaPending(self.health, work, number, what)
+        self._cuda_pendings.append(pending)
+        if len(self._cuda_pendings) > 32:  # a work keeps its tensors alive
+            self._drop_completed()
         return pending
 
     def _check_cuda(self) -> None:
-        """From the watch thread: CUDA waits never block the host, so nobody else would notice."""
-        head = self._forget_finished()
-        if head is not None and head.waited_s() > self.timeout_s:
-            self.guard.explain(head.count, head.what, head.waited_s())
+        """Called by the thread of ``PeerHealth``: a CUDA wait does not block the host, so it cannot time out itself."""
+        oldest = self._drop_completed()
+        if oldest is not None and oldest.waited_s() > self.timeout_s:
+            self.health.explain(oldest.number, oldest.what, oldest.waited_s())
 
-    def _forget_finished(self) -> CudaPending | None:
-        with self._in_flight_lock:
-            while self._in_flight and self._in_flight[0].done():
-                self._in_flight.popleft()
-            return self._in_flight[0] if self._in_flight else None
+    def _drop_completed(self) -> CudaPending | None:
+        """Forget completed operations; returns the oldest operation that is not complete."""
+        with self._cuda_lock:
+            while self._cuda_pendings and self._cuda_pendings[0].done():
+                self._cuda_pendings.popleft()
+            return self._cuda_pendings[0] if self._cuda_pendings else None
 
 
 def build_gloo(store: dist.Store, rank: int, size: int, connections: Connections) -> Any:
-    """A gloo group whose sockets ``connections`` can cut."""
+    """Build a gloo group whose sockets ``connections`` can cut."""
     with connections.captured():
-        return dist.ProcessGroupGloo(store, rank, size, _BACKSTOP)
+        return dist.ProcessGroupGloo(store, rank, size, _BACKEND_TIMEOUT)
 
 
-@contextmanager
-def connecting(guard: PeerHealth) -> Iterator[None]:
-    """Around groups that are built in the middle of a comm's life: a failure is explained, and an abort is not missed."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise guard.explain(guard.watch.count, "the connections for folds", 0.0, first_line(error)) from error
-    if guard.error is not None:
-        raise guard.again()
+def destroy_gloo(connections: Connections, groups: list[Any]) -> None:
+    """End gloo groups before the interpreter ends: later, a gloo thread that releases a Python object would abort the process.
+
+    Connections are cut first, because a group waits for its pending operations, and these wait for peers that may be dead.
+    """
+    connections.cut()
+    groups.clear()
+    connections.close()
+
+
+def _build_nccl(store: dist.Store, rank: int, size: int, device: torch.device | None) -> Any:
+    if device is None or device.type != "cuda":
+        raise UsageError(f"NCCL needs the CUDA device of this worker, not {device}. Pass device=torch.device('cuda', N).")
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = _BACKEND_TIMEOUT
+    nccl = dist.ProcessGroupNCCL(store, rank, size, options)
+    nccl.eager_connect_single_device(device)
+    return nccl
 
 
 def _breaker(connections: Connections, nccl: Any) -> Callable[[], None]:
-    """Ends all waits. Holds no reference to the comm, whose end must not wait for its own watch thread."""
+    """Ends all waits. The thread of ``PeerHealth`` must not keep the comm alive."""
 
     def end_waits() -> None:
         connections.cut()
@@ -292,6 +297,7 @@ def _breaker(connections: Connections, nccl: Any) -> Callable[[], None]:
 
 
 def _weakly(method: Callable[[], None]) -> Callable[[], None]:
+    """Calls ``method`` as long as its object lives, without keeping the object alive."""
     ref = weakref.WeakMethod(method)
 
     def call() -> None:
@@ -302,18 +308,8 @@ def _weakly(method: Callable[[], None]) -> Callable[[], None]:
     return call
 
 
-def _shut(guard: PeerHealth, connections: Connections, gloo: list[Any], nccl: Any) -> None:
-    guard.close()
+def _close(health: PeerHealth, connections: Connections, gloo: list[Any], nccl: Any) -> None:
+    health.close()
     if nccl is not None:
         nccl.shutdown()
     destroy_gloo(connections, gloo)
-
-
-def destroy_gloo(connections: Connections, groups: list[Any]) -> None:
-    """End gloo groups while the interpreter lives: at its end a gloo thread that lets go of a Python object aborts the process.
-
-    Connections are cut first, since a group waits for its pending operations, and those for peers that may never come.
-    """
-    connections.cut()
-    groups.clear()
-    connections.close()

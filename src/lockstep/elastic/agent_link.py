@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from lockstep.comm.abortable_store import AbortableStore, NeverMet, meet_in_file
 from lockstep.comm.base import Comm
 from lockstep.comm.open_comm import open_comm
+from lockstep.comm.store import AbortableStore, StoreWaitError
 from lockstep.errors import PeerError
 from lockstep.world import AgentEndpoint, World
 
@@ -143,7 +143,7 @@ class AgentLink:
         if size == 1:
             return open_comm(options.device, world=world, timeout_s=options.timeout_s, kind=options.kind)
         try:
-            self._store = meet_in_file(path, size, generation.broken, options.timeout_s)
+            self._store = AbortableStore(path, size, generation.broken, options.timeout_s)
             return open_comm(
                 options.device,
                 world=world,
@@ -152,7 +152,7 @@ class AgentLink:
                 need_bytes=options.bucket_bytes(size),
                 store=self._store,
             )
-        except NeverMet as error:
+        except StoreWaitError as error:
             raise PeerError(f"the members of generation {generation.number} did not all arrive: {error}") from error
 
     def _leave_generation(self, committed_steps: int) -> Generation:

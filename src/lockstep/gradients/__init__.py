@@ -1,1 +1,1 @@
-"""From autograd to averaged gradients."""
+"""From autograd's hooks to averaged gradients: hooks, reducers, buckets, partial sums, and the engine of Run."""

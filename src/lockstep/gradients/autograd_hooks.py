@@ -1,21 +1,20 @@
-"""The only file that touches autograd hooks: tells when a gradient is ready and when a backward ends.
+"""AutogradHooks: reports when gradients are ready and when a backward ends. The only file that touches autograd hooks.
 
 Knows nothing of buckets or workers.
 
 Note: reentrant checkpointing
 -----------------------------
-``torch.utils.checkpoint(use_reentrant=True)`` runs a backward *inside* a backward. Hooks then fire
-under another graph task, and a callback queued there runs at the inner end, too early. So every
-backward has an *owner*: the outermost graph task, at whose end ``on_end`` is called.
+``torch.utils.checkpoint(use_reentrant=True)`` runs a backward *inside* a backward. Hooks then fire in another graph task, and a
+callback that is queued there runs at the end of the inner backward, too early. So every backward has an *owner*: the outermost
+graph task. ``on_end`` is called when the owner ends.
 
     outer task 7   [head params] ......................... [embedding]  end -> on_end
     inner task 8                 [block 2's params] end
     inner task 9                                    [block 1's params] end
 
-A task is inner if a Python autograd function's ``backward`` is on the call stack. If the first
-parameter to fire lies in an inner task, the owner is not known from it: therefore the module's
-outputs are hooked too, whose hooks fire at the very beginning, in the outermost task. An owner
-that never ended (its backward raised) is replaced by the next outermost task.
+A task is inner if the ``backward`` of a Python autograd function is on the call stack. If the first parameter fires in an inner
+task, the owner cannot be found from there. Therefore the module's outputs are hooked too: their hooks fire first, in the
+outermost task. An owner that never ended (its backward raised) is replaced by the next outermost task.
 """
 
 from __future__ import annotations
@@ -37,15 +36,15 @@ _current_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
 class AutogradHooks:
-    """Calls ``on_begin()``, ``on_ready(numbers)`` and ``on_end()`` for every backward that reaches ``params``.
+    """Calls ``on_begin()``, ``on_ready(indices)`` and ``on_end()`` for every backward that reaches ``params``.
 
-    ``on_begin`` comes before a backward's first ``on_ready`` and returns a mask over the parameters:
-    gradients are only noted (a list append: most of what a hook may cost where a step is bound by
-    launches) until one of the masked parameters fires, when ``on_ready`` gets all that were noted
-    since. The rest comes just before ``on_end``. While ``enabled`` is False nothing is called.
+    ``on_begin`` is called before a backward's first ``on_ready``. It returns a mask over the parameters. The hook of an unmasked
+    parameter only notes the index of the parameter (one list append: if launches limit a step, a hook may not cost more). The
+    hook of a masked parameter reports all indices that were noted since the last report to ``on_ready``. The rest is reported
+    just before ``on_end``. While ``enabled`` is False, nothing is called.
 
-    Callbacks are serialised by a lock: models on several devices run their hooks in several
-    threads. An exception from a callback comes out of the user's ``backward()``.
+    A lock serialises the callbacks, because models on several devices run their hooks in several threads. An exception from a
+    callback comes out of the user's ``backward()``.
     """
 
     def __init__(
@@ -61,27 +60,27 @@ class AutogradHooks:
         self._task = -1
         self._owner: int | None = None
         self._began = False
-        self._reached: Any = None  # the graph node of an output that this backward passed
+        self._output_node: Any = None  # the graph node of an output of the module that this backward has passed
         self._ids = {id(param) for param in params}
         self._noted: list[int] = []
-        self._everyone = b"\1" * len(params)
-        self._wanted = self._everyone
-        self._looks = bytearray(self._everyone)  # whose hook must look up: everybody's until a backward has begun
+        self._all_ones = b"\1" * len(params)
+        self._mask = self._all_ones  # from on_begin
+        self._calls_fired = bytearray(self._all_ones)  # 1: the hook calls _fired. The mask, or all ones before a backward began
         self._handles = [self._register(param, i) for i, param in enumerate(params)]
 
     def _register(self, param: Tensor, index: int) -> Any:
-        # Autograd owns this function where the garbage collector does not look: it must not own us in turn.
-        looks, note, me = self._looks, self._noted.append, weakref.ref(self)
+        # Autograd keeps this function alive in memory that the garbage collector cannot see: it must not keep ``self`` alive.
+        calls_fired, note, weak_self = self._calls_fired, self._noted.append, weakref.ref(self)
 
         def fired(_: Tensor) -> None:
-            if not looks[index]:
+            if not calls_fired[index]:
                 note(index)
                 return
-            hooks = me()
+            hooks = weak_self()
             if hooks is not None:
-                hooks._look(index)
+                hooks._fired(index)
 
-        # A frozen parameter cannot be hooked, but keeps its hook when frozen later.
+        # A frozen parameter cannot be hooked, but a hooked parameter keeps its hook when it is frozen.
         frozen = not param.requires_grad
         if frozen:
             param.requires_grad_(True)
@@ -91,16 +90,17 @@ class AutogradHooks:
         return handle
 
     def watch_outputs(self, outputs: Any) -> None:
-        """Hook the tensors in a module's outputs, so that the outermost backward is known from its start."""
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        """Hook the tensors in the module's outputs, so that the outermost backward is known from its start."""
+        if not self.enabled or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
         if self._began and _current_task() == -1:
-            self._disown()  # the last backward raised
+            self._forget_owner()  # the last backward raised
         for tensor in find_tensors(outputs):
-            if tensor.grad_fn is not None:  # a leaf would collect a hook per forward
+            if tensor.grad_fn is not None:  # a leaf would get one more hook in every forward
                 tensor.register_hook(self._output_reached)
 
     def remove(self) -> None:
+        """Remove the hooks. May be called twice."""
         self.enabled = False
         for handle in self._handles:
             handle.remove()
@@ -110,63 +110,63 @@ class AutogradHooks:
         if self.enabled:
             with self._lock:
                 if _current_task() != self._task:
-                    self._enter(_current_task())
-                if not self._began and self._reached is None:
-                    self._reached = torch._C._current_autograd_node()
+                    self._enter_task(_current_task())
+                if not self._began and self._output_node is None:
+                    self._output_node = torch._C._current_autograd_node()
 
-    def _look(self, index: int) -> None:
+    def _fired(self, index: int) -> None:
         if not self.enabled:
             return
         with self._lock:
             task = _current_task()
             if task != self._task:
-                self._enter(task)
+                self._enter_task(task)
             if not self._began:
                 self._noted.clear()
-                self._wanted = self._on_begin()
-                self._looks[:] = self._wanted
+                self._mask = self._on_begin()
+                self._calls_fired[:] = self._mask
                 self._began = True
             self._noted.append(index)
-            if self._wanted[index]:
-                self._hand_over()
+            if self._mask[index]:
+                self._report()
 
-    def _hand_over(self) -> None:
+    def _report(self) -> None:
         count = len(self._noted)
         ready = self._noted[:count]
         del self._noted[:count]  # another thread may have noted one more
         self._on_ready(ready)
 
-    def _enter(self, task: int) -> None:
+    def _enter_task(self, task: int) -> None:
         self._task = task
         if task == self._owner or (self._owner is not None and _is_nested()):
             return
-        self._disown()
+        self._forget_owner()
         self._owner = self._task = task
         torch.autograd.Variable._execution_engine.queue_callback(lambda: self._ended(task))  # type: ignore[no-untyped-call]
 
-    def _disown(self) -> None:
-        self._owner, self._task, self._began, self._reached = None, -1, False, None
-        self._looks[:] = self._everyone
+    def _forget_owner(self) -> None:
+        self._owner, self._task, self._began, self._output_node = None, -1, False, None
+        self._calls_fired[:] = self._all_ones
 
     def _ended(self, task: int) -> None:
         with self._lock:
             if task != self._owner:
                 return
             if not self._began:
-                # Outputs were passed, but no parameter got a gradient. Either this is torch.autograd.grad, which
-                # accumulates nothing and is not a backward; or the output uses no parameter on this rank, and
-                # the others wait for us.
-                if self._reached is None or _reaches(self._reached, self._ids):
-                    self._disown()
+                # The backward passed an output, but no parameter got a gradient. Either this is torch.autograd.grad, which
+                # accumulates nothing and is not a backward; or the output uses no parameter on this rank, and the other ranks
+                # wait for this one.
+                if self._output_node is None or _reaches(self._output_node, self._ids):
+                    self._forget_owner()
                     return
                 self._on_begin()
-            self._hand_over()
-            self._disown()
+            self._report()
+            self._forget_owner()
             self._on_end()
 
 
 def _is_nested() -> bool:
-    """Whether this backward runs inside another: started by a Python autograd function, or by somebody's hook."""
+    """Whether this backward runs inside another backward: a Python autograd function or a hook started it."""
     frame = sys._getframe(2)
     backwards = 0
     while frame is not None:
@@ -178,7 +178,7 @@ def _is_nested() -> bool:
 
 
 def _reaches(node: Any, params: set[int]) -> bool:
-    """Whether one of ``params`` (by id) lies in the graph below ``node``."""
+    """Whether the graph below ``node`` contains one of ``params`` (ids)."""
     seen, stack = set(), [node]
     while stack:
         node = stack.pop()
@@ -192,7 +192,7 @@ def _reaches(node: Any, params: set[int]) -> bool:
 
 
 def find_tensors(value: Any, depth: int = 4) -> Iterator[Tensor]:
-    """Tensors in outputs of any Python type: containers, dataclasses, and plain objects' attributes."""
+    """Yields the tensors in outputs of any Python type: containers, dataclasses, and attributes of plain objects."""
     if isinstance(value, Tensor):
         yield value
     elif depth == 0 or isinstance(value, (str, bytes, int, float, type(None), torch.nn.Module)):

@@ -1,8 +1,7 @@
-"""Lets torch's DDP communication hooks work on our buckets.
+"""Runs the communication hooks of torch's DDP on a DdpBucket.
 
-``GradBucket`` speaks like ``torch.distributed.GradBucket`` (which Python cannot construct), so
-hooks such as ``fp16_compress_hook`` or ``powerSGD_hook`` run unchanged. With a hook installed,
-averaging is the hook's job, as in torch.
+``GradBucket`` has the methods of ``torch.distributed.GradBucket`` (which Python cannot construct), so that hooks such as
+``fp16_compress_hook`` or ``powerSGD_hook`` run unchanged. As in torch, a hook must average by itself.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ Hook = Callable[[Any, Any], "torch.futures.Future[Tensor]"]
 
 
 class GradBucket:
-    """One bucket as torch's hooks see it."""
+    """One bucket, with the interface that torch's hooks expect."""
 
     def __init__(self, bucket: DdpBucket, is_last: bool) -> None:
         self._bucket = bucket
@@ -38,7 +37,7 @@ class GradBucket:
         self._buffer = buffer
 
     def gradients(self) -> list[Tensor]:
-        return list(self._bucket.views)
+        return list(self._bucket.gradients)
 
     def parameters(self) -> list[Tensor]:
         return list(self._bucket.params)
@@ -48,7 +47,7 @@ class GradBucket:
 
 
 class HookPending:
-    """A hook's future as a Pending: waits, then brings the result into the bucket."""
+    """The Pending of a hook's future: ``wait`` also copies the result into the bucket."""
 
     def __init__(self, future: torch.futures.Future[Tensor], bucket: DdpBucket, what: str, timeout_s: float) -> None:
         self._future, self._bucket, self._what, self._timeout_s = future, bucket, what, timeout_s
@@ -60,7 +59,7 @@ class HookPending:
             if time.monotonic() > deadline:
                 raise PeerError(
                     f"the communication hook did not finish {self._what} within {limit_s:g} s: "
-                    "some rank never called it, or the hook's own group is stuck."
+                    "some rank did not call the hook, or the hook's own process group is stuck."
                 )
             time.sleep(pause_s)
             pause_s = min(0.001, pause_s + 0.00002)
@@ -73,8 +72,8 @@ class HookPending:
         if not isinstance(result, Tensor) or result.numel() != self._bucket.flat.numel():
             found = f"{tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
             raise UsageError(
-                f"the communication hook returned {found} for {self._what}; it must return a future of one tensor "
-                f"of {self._bucket.flat.numel()} elements, the bucket's own length."
+                f"the communication hook returned {found} for {self._what}. It must return a future of one tensor with the "
+                f"{self._bucket.flat.numel()} elements of the bucket."
             )
         if result.data_ptr() != self._bucket.flat.data_ptr() or result.dtype != self._bucket.flat.dtype:
             self._bucket.flat.copy_(result.view(-1))
@@ -84,9 +83,10 @@ class HookPending:
 
 
 def run_hook(hook: Hook, state: Any, bucket: DdpBucket, is_last: bool, what: str, timeout_s: float) -> HookPending:
+    """Call the hook for one bucket. Does not wait. Raises UsageError if the hook does not return a future."""
     future = hook(state, GradBucket(bucket, is_last))
     if not isinstance(future, torch._C.Future):
         raise UsageError(
-            f"the communication hook returned {type(future).__name__} for {what}; it must return a torch.futures.Future."
+            f"the communication hook returned {type(future).__name__} for {what}. It must return a torch.futures.Future."
         )
     return HookPending(future, bucket, what, timeout_s)

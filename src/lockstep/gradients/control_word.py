@@ -1,6 +1,8 @@
-"""The control word: what every worker tells all others once per step, next to its last bucket. One small gather.
+"""The control word: what every worker sends to all others once per step, beside the last bucket. One small gather.
 
-step | settings | wants | weights of my lanes | which parameters had gradients | which buffers changed
+    step | settings hash | requests | weights of my lanes | which parameters had gradients | which buffers changed
+
+It is not part of the bucket: it must not be rounded to the bucket's dtype, and on CUDA it needs no synchronisation with the device.
 """
 
 from __future__ import annotations
@@ -12,68 +14,66 @@ from dataclasses import dataclass
 
 import torch
 
-from lockstep.comm.base import Comm, Pending
+from lockstep.comm.base import Comm
 
 _HEAD = struct.Struct("<qqq")
 
+# Request bits. Plain integers: an operation on an IntFlag takes 0.8 us, and each step tests each bit of each worker.
 WEIGHED, COUNTED = 1, 2
-"""Some of my lanes were weighed by the user; some were counted."""
+"""The user weighed some of this worker's lanes; some of its lanes were counted by samples."""
 CHANGE = 4
-"""Somebody waits to join or to leave: let us end this generation after the same step."""
+"""A worker waits to join or to leave: end this generation after this step."""
 SAVE = 8
-"""A checkpoint is due, by my clock."""
+"""A checkpoint is due by this worker's clock."""
 WROTE = 16
-"""My part of the checkpoint in flight is written, or has failed."""
+"""This worker has written its part of the unfinished checkpoint, or has failed to."""
 PUBLISHED = 64
-"""The last checkpoint is there, or has failed: I am rank 0, who sees to that."""
+"""The last checkpoint is published, or has failed. Rank 0 sets this bit, because it publishes checkpoints."""
 STOP = 32
-"""The run was told to end: save, and leave after the same step."""
+"""The run was asked to stop: save, and leave after this step."""
 
 
 @dataclass(frozen=True)
 class ControlWord:
-    """One worker's word. ``settings``: a hash of what must be equal everywhere (learning rates, say)."""
+    """The control word of one worker.
+
+    ``settings_hash`` must be equal on all workers (learning rates, for example). ``weights``: of this worker's lanes.
+    ``present[i]``: 1 if parameter i had a gradient. ``changed[i]``: 1 if buffer i changed.
+    """
 
     step: int
-    settings: int
-    wants: int
+    settings_hash: int
+    requests: int
     weights: tuple[float, ...]
     present: bytes
     changed: bytes
 
-    def pack(self, lanes: int) -> bytes:
-        """Equally long on every worker, if ``lanes`` is the most any of them has; missing weights are -1."""
-        weights = (*self.weights, *[-1.0] * (lanes - len(self.weights)))
-        return _HEAD.pack(self.step, self.settings, self.wants) + struct.pack(f"<{lanes}d", *weights) + self.present + self.changed
+    def pack(self, most_lanes: int) -> bytes:
+        """Returns equally many bytes on every worker if ``most_lanes`` is the largest number of lanes of a worker."""
+        weights = (*self.weights, *[-1.0] * (most_lanes - len(self.weights)))  # -1: no such lane
+        head = _HEAD.pack(self.step, self.settings_hash, self.requests)
+        return head + struct.pack(f"<{most_lanes}d", *weights) + self.present + self.changed
 
     @staticmethod
-    def unpack(data: bytes, lanes: int, params: int) -> ControlWord:
-        weights = struct.unpack_from(f"<{lanes}d", data, _HEAD.size)
-        at = _HEAD.size + 8 * lanes
-        step, settings, wants = _HEAD.unpack_from(data)
-        return ControlWord(step, settings, wants, tuple(w for w in weights if w >= 0), data[at : at + params], data[at + params :])
+    def unpack(data: bytes, most_lanes: int, params: int) -> ControlWord:
+        weights = struct.unpack_from(f"<{most_lanes}d", data, _HEAD.size)
+        at = _HEAD.size + 8 * most_lanes
+        step, settings_hash, requests = _HEAD.unpack_from(data)
+        return ControlWord(
+            step, settings_hash, requests, tuple(w for w in weights if w >= 0), data[at : at + params], data[at + params :]
+        )
 
 
-class Exchange:
-    """The gather of all words, in flight."""
-
-    def __init__(self, comm: Comm, word: ControlWord, lanes: int) -> None:
-        self._mine = word
-        self._lanes, self._params = lanes, len(word.present)
-        self._pending: Pending | None = None
-        if comm.size > 1:
-            mine = torch.frombuffer(bytearray(word.pack(lanes)), dtype=torch.uint8)
-            self._everyone = torch.empty(comm.size, len(mine), dtype=torch.uint8)
-            self._pending = comm.all_gather(self._everyone, mine, f"the control word of step {word.step}")
-
-    def wait(self) -> list[ControlWord]:
-        """Every worker's word, by rank."""
-        if self._pending is None:
-            return [self._mine]
-        self._pending.wait()
-        return [ControlWord.unpack(string_at(row.data_ptr(), row.numel()), self._lanes, self._params) for row in self._everyone]
+def exchange_words(comm: Comm, word: ControlWord, most_lanes: int) -> list[ControlWord]:
+    """Returns the control words of all workers, by rank. Collective. ``most_lanes``: the largest number of lanes of a worker."""
+    if comm.size == 1:
+        return [word]
+    mine = torch.frombuffer(bytearray(word.pack(most_lanes)), dtype=torch.uint8)
+    everyone = torch.empty(comm.size, len(mine), dtype=torch.uint8)
+    comm.all_gather(everyone, mine, f"the control word of step {word.step}").wait()
+    return [ControlWord.unpack(string_at(row.data_ptr(), row.numel()), most_lanes, len(word.present)) for row in everyone]
 
 
 def union(flags: Sequence[bytes]) -> bytes:
-    """Where at least one has a 1."""
+    """Returns 1 at each position where at least one of ``flags`` is 1."""
     return bytes(map(max, zip(*flags, strict=True))) if len(flags) > 1 else flags[0]

@@ -1,15 +1,14 @@
-"""Buffers under lanes: every lane starts from the step's beginning; afterwards all hold the average over lanes.
+"""LaneBuffers: every lane starts from the buffers at the step's beginning; at its end all workers have the average over lanes.
 
-Floating-point buffers (BatchNorm statistics) are weighted and folded along the tree like gradients;
-integer ones follow the first lane with samples. Only buffers that some lane changed are touched: the mean of a
-constant need not be that constant, and masks are large. Which those are comes from the control word. A
-buffer that is made, resized or dropped while the model runs is a cache: it is left to the model.
+Floating-point buffers (BatchNorm statistics) are weighted and added along the summation tree, like gradients. Integer buffers
+take the values of the first lane with samples. Only buffers that some lane changed are averaged: the mean of a constant may
+differ from the constant by rounding, and masks are large. The control word says which buffers changed. A buffer that the model
+creates, resizes or removes while it runs is a cache, and is left alone.
 
-Note: how a change is noticed
------------------------------
-By value: batch normalisation writes its statistics behind autograd's back, without a new version. Buffers
-above 64 KB that never changed so far (masks, tables) are read only now and then, and told by version and
-identity in between.
+Note: how a change is detected
+------------------------------
+By value: batch normalisation writes its statistics without a new version number of the tensor. Buffers above 64 KB that have never
+changed (masks, tables) are compared by value in two of every 100 steps, and by version number and identity in the other steps.
 """
 
 from __future__ import annotations
@@ -22,152 +21,158 @@ from torch import Tensor
 
 from lockstep.comm.base import Comm, bits
 from lockstep.gradients.buffers import Buffers
-from lockstep.gradients.partial_sums import PartialSums, Value, write
-from lockstep.gradients.scale import headroom
+from lockstep.gradients.lane_reducer import LaneWeights
+from lockstep.gradients.partial_sums import PartialSums, Value, copy_scaled, headroom_of
 from lockstep.plan.tree import Fold, carries
 
 _SMALL_BYTES = 1 << 16
-_READ_ALL_EVERY = 100
-"""Steps after which every buffer is read for two steps, however large and constant it seems."""
+_COMPARE_ALL_EVERY = 100
+"""Of this many steps, the first two compare every buffer by value, however large it is."""
 
 
 class LaneBuffers:
-    """One worker's buffers. Per step ``start``; per lane ``restore``, then ``note`` when it is over; then ``finish``."""
+    """The buffers of one worker. Each step: ``start_step``; for each lane ``restore`` and ``end_lane``; then ``average``."""
 
-    def __init__(self, buffers: Buffers, comm: Comm) -> None:
-        self._buffers, self._comm = buffers, comm
-        self._tensors: list[Tensor] = []  # as they were at the step's beginning, and their versions then
+    def __init__(self, buffers: Buffers, comm: Comm, fold: Fold) -> None:
+        self._buffers, self._comm, self._fold = buffers, comm, fold
+        self._initial: list[Tensor] = []  # copies of the buffers at the step's beginning
+        self._tensors: list[Tensor] = []  # the buffers when they were last equal to the copies, and their version numbers
         self._versions: list[int] = []
-        self._begun: list[Tensor] = []  # copies of that
-        self._lively: set[int] = set()  # large ones that have changed before
-        self._lanes: dict[int, dict[int, Tensor]] = {}
+        self._large_that_change: set[int] = set()
+        self._changed_values: dict[int, dict[int, Tensor]] = {}  # lane -> {buffer: value after the lane}
         self._step = 0
 
-    def rebind(self, comm: Comm) -> None:
-        self._comm = comm
+    def rebind(self, comm: Comm, fold: Fold) -> None:
+        """Continue with another set of workers."""
+        self._comm, self._fold = comm, fold
 
-    def start(self, step: int) -> None:
-        """A step begins: what the buffers hold now is where every lane starts."""
+    def start_step(self, step: int) -> None:
+        """A step begins: every lane will start from the present values."""
         self._step = step
         tensors = self._buffers.tensors()
-        if len(tensors) != len(self._begun) or any(t.shape != b.shape for t, b in zip(tensors, self._begun, strict=True)):
-            self._begun = [tensor.detach().clone() for tensor in tensors]
-            self._lively = set()
+        if len(tensors) != len(self._initial) or any(t.shape != b.shape for t, b in zip(tensors, self._initial, strict=True)):
+            self._initial = [tensor.detach().clone() for tensor in tensors]
+            self._large_that_change = set()
         else:
             stale = [k for k, tensor in enumerate(tensors) if self._may_have_changed(k, tensor)]
-            _copy([self._begun[k] for k in stale], [tensors[k] for k in stale])
-        self._tensors, self._versions = tensors, [tensor._version for tensor in tensors]
-        self._lanes = {}
+            _copy([self._initial[k] for k in stale], [tensors[k] for k in stale])
+        self._remember(tensors)
+        self._changed_values = {}
 
     def restore(self) -> None:
-        """A lane begins, or a step is given up."""
+        """Write the values of the step's beginning: a lane begins, or the step is abandoned."""
         now = self._buffers.tensors()
-        if len(now) != len(self._begun):
+        if len(now) != len(self._initial):
             return
         with torch.no_grad():
             stale = [k for k, tensor in enumerate(now) if self._may_have_changed(k, tensor)]
-            self._write(stale, [self._begun[k] for k in stale])
-        self._tensors = self._buffers.tensors()
-        self._versions = [tensor._version for tensor in self._tensors]
+            self._write(stale, [self._initial[k] for k in stale])
+        self._remember(self._buffers.tensors())
 
-    def note(self, lane: int, counts: bool) -> None:
-        """A lane is over: keep what it made of the buffers. A stand-in (``counts`` False) makes nothing."""
-        if not counts:
-            self._lanes[lane] = {}
+    def end_lane(self, lane: int, has_samples: bool) -> None:
+        """A lane is over: keep the values it changed. A lane without samples (it ran on a stand-in batch) changes nothing."""
+        if not has_samples:
+            self._changed_values[lane] = {}
             self.restore()
             return
         tensors = self._buffers.tensors()
-        changed = self._different(tensors) if len(tensors) == len(self._begun) else []
-        self._lively |= {k for k in changed if not _is_small(tensors[k])}
-        self._lanes[lane] = {k: tensors[k].detach().clone() for k in changed}
+        changed = self._find_changed(tensors) if len(tensors) == len(self._initial) else []
+        self._large_that_change |= {k for k in changed if not _is_small(tensors[k])}
+        self._changed_values[lane] = {k: tensors[k].detach().clone() for k in changed}
 
     def changed(self) -> bytes:
-        """1 for the buffers that some lane of this worker changed."""
-        seen = {k for values in self._lanes.values() for k in values}
-        return bytes(k in seen for k in range(len(self._begun)))
+        """Returns 1 for each buffer that some lane of this worker changed, otherwise 0."""
+        changed = {k for values in self._changed_values.values() for k in values}
+        return bytes(k in changed for k in range(len(self._initial)))
 
     def fingerprints(self) -> list[list[str]]:
-        """Of the small buffers at the step's beginning: (kind, name, hash) rows."""
-        named = zip(self._buffers.named(), self._begun, strict=False)
+        """Returns a row (kind, name, hash) for each small buffer at the step's beginning."""
+        named = zip(self._buffers.named(), self._initial, strict=False)
         return [["buffer", name, f"{zlib.crc32(bytes(bits(b).tolist())):08x}"] for (name, _), b in named if _is_small(b)]
 
-    def finish(self, changed: bytes, fold: Fold, lanes: tuple[int, int], shares: Sequence[float], scale: float, first: int) -> None:
-        """Average the buffers that changed anywhere. Collective.
-
-        ``shares``: of my lanes; ``first``: the first lane with samples.
-        """
+    def average(self, changed: bytes, weights: LaneWeights, scale: float) -> None:
+        """Average the buffers that some lane of the run ``changed``. Collective."""
         numbers = [k for k, flag in enumerate(changed) if flag]
         if not numbers:
             return
         with torch.no_grad():
-            floats = [k for k in numbers if self._begun[k].is_floating_point() or self._begun[k].is_complex()]
-            for group in _groups([self._begun[k] for k in floats], floats):
-                self._average(group, fold, lanes, shares, scale)
+            floats = [k for k in numbers if self._initial[k].is_floating_point() or self._initial[k].is_complex()]
+            groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+            for k in floats:
+                groups.setdefault((self._initial[k].dtype, self._initial[k].device), []).append(k)
+            for group in groups.values():
+                self._average_group(group, weights, scale)
             others = [k for k in numbers if k not in set(floats)]
             if others:
-                self._follow(others, fold, first)
+                first = next(lane for lane, count in enumerate(weights.counts) if count)
+                self._take_values_of_lane(first, others)
 
     # -- one kind of buffer ------------------------------------------------------------------
 
     def _value(self, lane: int, k: int) -> Tensor:
-        return self._lanes.get(lane, {}).get(k, self._begun[k])
+        return self._changed_values.get(lane, {}).get(k, self._initial[k])
 
-    def _average(self, group: list[int], fold: Fold, lanes: tuple[int, int], shares: Sequence[float], scale: float) -> None:
-        stack = PartialSums(1, carries(fold.lanes, *lanes))
-        room = headroom(self._begun[group[0]].dtype, fold.lanes)
-        for lane, share in zip(range(*lanes), shares, strict=True):
+    def _average_group(self, group: list[int], weights: LaneWeights, scale: float) -> None:
+        """Average buffers of one dtype and device."""
+        fold, lanes = self._fold, self._fold.lanes_of(self._comm.rank)
+        sums = PartialSums(1, carries(fold.lanes, *lanes))
+        headroom = headroom_of(self._initial[group[0]].dtype, fold.lanes)
+        for lane in range(*lanes):
             value: Value = None
-            if share:
+            factor = weights.share(lane) * headroom
+            if factor:
                 value = torch.cat([self._value(lane, k).reshape(-1) for k in group])
-                value = value if share * room == 1 else value.mul_(share * room)
-            stack.open()
-            stack.fold([0], [value])
-            stack.close()
-        size = sum(self._begun[k].numel() for k in group)
-        rows = self._begun[group[0]].new_zeros(fold.width, size)
-        write(list(rows), [*stack.values(0), *[None] * (fold.width - len(stack.values(0)))], None)
-        scale = scale / room
+                value = value if factor == 1 else value.mul_(factor)
+            sums.start_lane()
+            sums.add([0], [value])
+            sums.end_lane()
+        sizes = [self._initial[k].numel() for k in group]
+        rows = self._initial[group[0]].new_zeros(fold.width, sum(sizes))
+        levels = sums.levels_of(0)
+        copy_scaled(list(rows[: len(levels)]), levels, None)
+        scale = scale / headroom
         self._comm.fold(rows.view(-1), fold, None if scale == 1 else scale, "the buffers").wait()
-        parts = rows[0].split([self._begun[k].numel() for k in group])
-        self._write(group, parts)
+        self._write(group, rows[0].split(sizes))
 
-    def _follow(self, numbers: list[int], fold: Fold, first: int) -> None:
-        source = next(rank for rank, held in enumerate(fold.held) if held[0][0] <= first < held[-1][1])
-        flat = torch.cat([bits(self._value(first, k).contiguous()).cpu() for k in numbers])
-        self._comm.broadcast(flat, source, "the integer buffers").wait()
-        parts = flat.split([self._begun[k].nbytes for k in numbers])
-        self._write(numbers, [part.clone().view(self._begun[k].dtype) for k, part in zip(numbers, parts, strict=True)])
+    def _take_values_of_lane(self, lane: int, numbers: list[int]) -> None:
+        """The rank that ran ``lane`` sends its values to all ranks."""
+        flat = torch.cat([bits(self._value(lane, k).contiguous()).cpu() for k in numbers])
+        self._comm.broadcast(flat, self._fold.rank_of(lane), "the integer buffers").wait()
+        parts = flat.split([self._initial[k].nbytes for k in numbers])
+        self._write(numbers, [part.clone().view(self._initial[k].dtype) for k, part in zip(numbers, parts, strict=True)])
 
     def _write(self, numbers: Sequence[int], values: Sequence[Tensor]) -> None:
         tensors = self._buffers.tensors()
-        in_place = [
-            (tensors[k], value)
-            for k, value in zip(numbers, values, strict=True)
-            if tensors[k].shape == self._begun[k].shape and self._buffers.is_free(tensors[k])
-        ]
-        _copy([tensor for tensor, _ in in_place], [value.view(tensor.shape) for tensor, value in in_place])
-        done = {id(tensor) for tensor, _ in in_place}
+        in_place: list[tuple[Tensor, Tensor]] = []
         for k, value in zip(numbers, values, strict=True):
-            if id(tensors[k]) not in done and tensors[k].shape == self._begun[k].shape:
+            if tensors[k].shape != self._initial[k].shape:
+                continue  # a cache that the model resized
+            if self._buffers.may_write_in_place(tensors[k]):
+                in_place.append((tensors[k], value.view(tensors[k].shape)))
+            else:
                 self._buffers.write(tensors[k], value.view(tensors[k].shape).to(tensors[k].device))
+        _copy([tensor for tensor, _ in in_place], [value for _, value in in_place])
 
     # -- what changed ------------------------------------------------------------------------
 
-    def _may_have_changed(self, k: int, tensor: Tensor) -> bool:
-        """False only where nothing can have, as far as is known without reading it."""
-        if tensor.shape != self._begun[k].shape:
-            return False
-        reads = _is_small(tensor) or k in self._lively or self._step % _READ_ALL_EVERY < 2
-        return reads or tensor is not self._tensors[k] or tensor._version != self._versions[k]
+    def _remember(self, tensors: list[Tensor]) -> None:
+        self._tensors, self._versions = tensors, [tensor._version for tensor in tensors]
 
-    def _different(self, tensors: Sequence[Tensor]) -> list[int]:
-        asked = [k for k, tensor in enumerate(tensors) if self._may_have_changed(k, tensor)]
-        on_device = [k for k in asked if tensors[k].is_cuda]
-        changed = {k for k in asked if not tensors[k].is_cuda and not _equal(tensors[k], self._begun[k])}
-        if on_device:  # asked all at once: an answer costs a synchronisation
-            answers = torch.stack([(bits(tensors[k]) != bits(self._begun[k])).any() for k in on_device]).tolist()
-            changed |= {k for k, answer in zip(on_device, answers, strict=True) if answer}
-        return [k for k in asked if k in changed]
+    def _may_have_changed(self, k: int, tensor: Tensor) -> bool:
+        """False if the buffer is a resized cache, or if it cannot have changed as far as is known without reading it."""
+        if tensor.shape != self._initial[k].shape:
+            return False
+        must_compare = _is_small(tensor) or k in self._large_that_change or self._step % _COMPARE_ALL_EVERY < 2
+        return must_compare or tensor is not self._tensors[k] or tensor._version != self._versions[k]
+
+    def _find_changed(self, tensors: Sequence[Tensor]) -> list[int]:
+        candidates = [k for k, tensor in enumerate(tensors) if self._may_have_changed(k, tensor)]
+        on_device = [k for k in candidates if tensors[k].is_cuda]
+        changed = {k for k in candidates if not tensors[k].is_cuda and not _equal(tensors[k], self._initial[k])}
+        if on_device:  # one comparison of all: reading the result synchronises with the device
+            differ = torch.stack([(bits(tensors[k]) != bits(self._initial[k])).any() for k in on_device]).tolist()
+            changed |= {k for k, differs in zip(on_device, differ, strict=True) if differs}
+        return [k for k in candidates if k in changed]
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
@@ -182,11 +187,3 @@ def _copy(into: Sequence[Tensor], values: Sequence[Tensor]) -> None:
 
 def _is_small(tensor: Tensor) -> bool:
     return tensor.nbytes <= _SMALL_BYTES
-
-
-def _groups(tensors: Sequence[Tensor], numbers: Sequence[int]) -> list[list[int]]:
-    """Numbers of tensors that can lie in one flat piece."""
-    found: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    for tensor, k in zip(tensors, numbers, strict=True):
-        found.setdefault((tensor.dtype, tensor.device), []).append(k)
-    return list(found.values())

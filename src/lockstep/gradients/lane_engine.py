@@ -1,58 +1,71 @@
-"""LaneEngine: one model under lanes. Wires hooks, lane reducer, buffers and control word together.
+"""LaneEngine: computes the averaged gradients of one model, lane by lane. Connects hooks, reducer, buffers and control word.
 
-Knows nothing of data, optimizers or recovery. Whoever drives it says which lane comes; autograd
-says the rest:
+Knows nothing of data, optimizers or recovery. The caller says which lane comes next; autograd does the rest:
 
     start_step -> start_lane -> [user: forward, backward] -> start_lane -> [...] -> AVERAGED
 
-Every phase is left by one event; what comes at the wrong time is the user's mistake and gets a sentence.
+The engine is always in one ``Phase``. A backward in a phase that does not allow it raises UsageError.
 """
 
 from __future__ import annotations
 
 import enum
-import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch import nn
 
 from lockstep.comm.base import Comm
 from lockstep.errors import PeerError, UsageError
 from lockstep.gradients.autograd_hooks import AutogradHooks
-from lockstep.gradients.buffers import Buffers
-from lockstep.gradients.control_word import COUNTED, WEIGHED, ControlWord, Exchange, union
+from lockstep.gradients.control_word import COUNTED, WEIGHED, ControlWord, exchange_words, union
 from lockstep.gradients.lane_buffers import LaneBuffers
-from lockstep.gradients.lane_reducer import LaneReducer, Turn
-from lockstep.gradients.module import Mark, claim, disclaim, parameters_of, sparse_of
+from lockstep.gradients.lane_reducer import LaneReducer, LaneWeights, WeightedMicroBatch
+from lockstep.gradients.module import HookedModule
 from lockstep.plan.lanes import assign_lanes
-from lockstep.plan.tree import fold
+from lockstep.plan.tree import Fold, fold
 
 
 class Phase(enum.Enum):
     IDLE = "between steps"
-    LANE = "a lane waits for its backward"
-    BACKWARD = "inside a backward"
-    FOLDED = "the lane's gradients are taken; more lanes follow"
-    AVERAGED = "the step's gradients are there"
-    DISCARDED = "the generation broke: this turn counts for nothing"
+    LANE = "a lane was started; its backward has not begun"
+    BACKWARD = "inside a lane's backward"
+    FOLDED = "the lane's gradients are in the partial sums; more lanes follow"
+    AVERAGED = "the averaged gradients of the step are set"
+    DISCARDED = "the set of workers changed; this micro-batch counts for nothing"
 
 
 @dataclass(frozen=True)
 class EngineCallbacks:
+    """What the engine asks of, and reports to, its owner. The defaults do nothing."""
+
     settings_hash: Callable[[], int] = lambda: 0
+    """Returns the hash of the hyperparameters that must be equal on all ranks, and in all lanes of a step."""
     on_settings_differ: Callable[[int | None], None] = lambda rank: None
+    """Called on a mismatch, with the first rank that differs from rank 0 (None if the hash changed between lanes of this worker).
+
+    All ranks are called with the same rank.
+    """
     before_send: Callable[[], None] = lambda: None
+    """Called in the last lane, before anything of it is sent."""
     on_averaged: Callable[[], None] = lambda: None
+    """Called when the averaged gradients of the step are set."""
     on_peer_lost: Callable[[PeerError], None] | None = None
+    """Called at the end of a backward in which a peer was lost; the micro-batch is then discarded. None: backward() raises."""
     requests: Callable[[], int] = lambda: 0
+    """Returns the request bits that this worker sends with the step (control_word.py)."""
+
+
+_NO_CALLBACKS = EngineCallbacks()
 
 
 class LaneEngine:
-    """``lanes`` lanes of one model over the ranks of ``comm``. All ranks must construct it alike."""
+    """Averages the gradients and buffers of ``module`` over ``lanes`` lanes on the ranks of ``comm``.
+
+    All ranks must construct it with equal arguments. ``my_lanes`` are this worker's lanes [first, last). ``requests_of_all``
+    holds the request bits of every worker, by rank, of the last averaged step: they are equal on all workers.
+    """
 
     def __init__(
         self,
@@ -62,80 +75,72 @@ class LaneEngine:
         *,
         exact: bool = True,
         bucket_mb: float = 25,
-        callbacks: EngineCallbacks | None = None,
+        callbacks: EngineCallbacks = _NO_CALLBACKS,
     ) -> None:
-        self.comm, self.lanes, self._module = comm, lanes, module
-        self.named = parameters_of(module, ())
-        trainable = [(name, p) for name, p in self.named if p.is_floating_point() or p.is_complex()]
-        self.params = [p for _, p in trainable]
-        self.buffers = Buffers(module, ())
-        for name, buffer in self.buffers.named():
-            if buffer.layout is not torch.strided or any(
-                s == 0 and n > 1 for s, n in zip(buffer.stride(), buffer.shape, strict=True)
-            ):
-                raise UsageError(
-                    f"buffer {name} is sparse or expanded; Run can average dense ones. Store it as buffer.contiguous()."
-                )
-        sparse = sparse_of(module, self.params)
-        self._reducer = LaneReducer(self.params, [name for name, _ in trainable], comm, int(bucket_mb * (1 << 20)), sparse, exact)
-        self._lane_buffers = LaneBuffers(self.buffers, comm)
+        self.comm, self.lanes, self._callbacks = comm, lanes, callbacks
+        self._model = HookedModule(module)
+        self._model.buffers.require_dense()
+        self.named, self.params, self.buffers = self._model.named, self._model.params, self._model.buffers
+        fold = self._assign_lanes()
+        self._reducer = LaneReducer(
+            self.params, self._model.names, comm, fold, int(bucket_mb * (1 << 20)), self._model.sparse, exact
+        )
+        self._lane_buffers = LaneBuffers(self.buffers, comm, fold)
         self.phase = Phase.IDLE
-        self._callbacks = callbacks or EngineCallbacks()
-        self._lost: PeerError | None = None
         self.requests_of_all: tuple[int, ...] = ()
-        """Every worker's requests, by rank, with the step just averaged: all of them have heard the same."""
-        self._deal()
+        self._peer_error: PeerError | None = None
         self._hooks = AutogradHooks(self.params, self._begin, self._ready, self._end)
-        self._mark = module.register_forward_hook(Mark(self))
-        claim(p for _, p in self.named)
+        self._model.hook(self._hooks)
 
-    def _deal(self) -> None:
+    def _assign_lanes(self) -> Fold:
         assignment = assign_lanes(self.lanes, self.comm.size)
         self.my_lanes = assignment[self.comm.rank]
-        """This worker's lanes [first, last)."""
-        self._fold = fold(self.lanes, assignment)
-        self._most = max(last - first for first, last in assignment)
-        self._reducer.assign_lanes(self._fold, self.my_lanes)
+        self._most_lanes = max(last - first for first, last in assignment)
+        return fold(self.lanes, assignment)
 
     def rebind(self, comm: Comm) -> None:
-        """Another generation of workers: lanes are assigned anew. Collective. Nothing of a step under way is kept."""
+        """Continue with another generation of workers, and assign lanes again. Collective. Drops an unfinished step."""
         self.comm = comm
-        self._reducer.rebind(comm)
-        self._lane_buffers.rebind(comm)
-        self._deal()
-
-    def discard_step(self) -> None:
-        """Give up the step under way: buffers are as at its beginning, and the rest of this turn counts for nothing."""
-        if self.phase not in (Phase.IDLE, Phase.AVERAGED, Phase.DISCARDED):
-            self._lane_buffers.restore()
-        self.phase = Phase.DISCARDED
-
-    def watch_outputs(self, outputs: Any) -> None:
-        if self._hooks.enabled:
-            self._hooks.watch_outputs(outputs)
+        fold = self._assign_lanes()
+        self._reducer.rebind(comm, fold)
+        self._lane_buffers.rebind(comm, fold)
 
     def close(self) -> None:
         """Unhook the model. May be called twice."""
         self._hooks.remove()
-        self._mark.remove()
-        disclaim(p for _, p in self.named)
+        self._model.unhook()
 
-    # -- driven from outside -----------------------------------------------------------------
+    # -- the model ---------------------------------------------------------------------------
+
+    def trainable(self) -> list[str]:
+        """Returns the names of the parameters that require gradients now."""
+        return [name for name, param in self.named if param.requires_grad]
+
+    def require_unchanged(self) -> None:
+        """Raises UsageError if the model does not have the parameters and buffers that it had when it was hooked."""
+        self._model.require_unchanged()
+
+    def buffer_fingerprints(self) -> list[list[str]]:
+        """Returns rows (kind, name, hash) with which ranks compare their buffers at the beginning of a step."""
+        return self._lane_buffers.fingerprints()
+
+    def untouched_buffers(self) -> AbstractContextManager[None]:
+        """A context manager: when it ends, the buffers have the values they had at its beginning."""
+        return self.buffers.preserved()
+
+    # -- called by the training loop ---------------------------------------------------------
 
     def start_step(self, step: int, counts: Sequence[int]) -> None:
-        """A step begins (perhaps again). ``counts``: the samples of every lane of the whole run."""
-        self.step, self._counts = step, counts
-        self._unit = max(counts)
-        self._weights = {lane: float(counts[lane]) for lane in range(*self.my_lanes)}
-        self._weighed: set[int] = set()
-        self._weighs = False
-        self._first_settings: int | None = None
-        self._reducer.start(step)
-        self._lane_buffers.start(step)
+        """A step begins, possibly again. ``counts``: the number of samples of every lane of the run."""
+        self.step = step
+        self._weights = LaneWeights(step, counts, self.my_lanes)
+        self._settings_hash: int | None = None
+        self._reducer.start_step(step)
+        self._lane_buffers.start_step(step)
         self.phase = Phase.IDLE
 
     def start_lane(self, lane: int, is_last: bool) -> None:
-        """The loop body runs next, on lane ``lane``; it is this worker's last one with samples, or not."""
+        """The loop body runs next on lane ``lane``. ``is_last``: it is this worker's last lane with samples in this step."""
         if self.phase is not Phase.IDLE:
             self._lane_buffers.restore()
         self._lane, self._is_last = lane, is_last
@@ -144,178 +149,117 @@ class LaneEngine:
         self.phase = Phase.LANE
 
     def stop(self) -> None:
-        """The loop is over: no lane waits for a backward any more. A step that is given up leaves no trace in the buffers."""
+        """The loop is over. An unfinished step leaves no trace in the buffers."""
+        self._abandon_step(Phase.IDLE)
+
+    def discard_step(self) -> None:
+        """The set of workers changed: restore the buffers, and ignore the rest of this micro-batch."""
+        self._abandon_step(Phase.DISCARDED)
+
+    def _abandon_step(self, next_phase: Phase) -> None:
         if self.phase not in (Phase.IDLE, Phase.AVERAGED, Phase.DISCARDED):
             self._lane_buffers.restore()
-        self.phase = Phase.IDLE
-
-    def trainable(self) -> list[str]:
-        """Names of the parameters that want gradients now."""
-        return [name for name, param in self.named if param.requires_grad]
-
-    def require_unchanged(self) -> None:
-        """The model has the parameters and buffers that it had when it was hooked."""
-        unsettled = self.buffers.unsettled()
-        if unsettled:
-            raise UsageError(
-                f"buffer {unsettled[0]} appeared or vanished after Run(...) was made: nobody would average it. Register it with a "
-                "tensor before; a cache that every worker can compute for itself with persistent=False."
-            )
-        now = list(self._module.named_parameters())
-        if [id(p) for _, p in now] != [id(p) for _, p in self.named]:
-            shown = ", ".join(sorted({name for name, _ in self.named} ^ {name for name, _ in now})[:3])
-            raise UsageError(
-                f"the model was changed after Run(...) was made: {shown or 'a parameter was replaced'}. Nobody would average the "
-                "new parameters' gradients. Change it first, then make the optimizer and the Run."
-            )
-
-    def buffer_fingerprints(self) -> list[list[str]]:
-        """Rows by which ranks compare the buffers they begin a step with."""
-        return self._lane_buffers.fingerprints()
-
-    @contextmanager
-    def untouched_buffers(self) -> Iterator[None]:
-        """Whatever happens inside, the buffers are afterwards as they were."""
-        before = [(tensor, tensor.detach().clone()) for tensor in self.buffers.tensors()]
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for tensor, value in before:
-                    if tensor.shape == value.shape:
-                        tensor.copy_(value)
+        self.phase = next_phase
 
     def weight_of(self, lane: int) -> float:
-        return self._weights[lane]
+        """Returns the weight of a lane of this worker in this step."""
+        return self._weights.mine[lane]
 
     def weigh(self, weight: float) -> None:
-        """The current lane's weight, instead of its number of samples."""
+        """Give the current lane this weight instead of its number of samples."""
         if self.phase is not Phase.LANE:
-            raise UsageError(
-                f"run.weigh() came {'after' if self.phase in (Phase.FOLDED, Phase.AVERAGED) else 'outside'} a lane's backward(). "
-                "Call it in the loop body, before backward()."
-            )
-        if not (weight >= 0 and math.isfinite(weight)):
-            raise UsageError(f"run.weigh({weight}) is no weight. Pass a number of samples, tokens, ...: zero or more, and finite.")
-        self._weighs = True
-        if self._counts[self._lane]:
-            self._weights[self._lane] = float(weight)
-            self._weighed.add(self._lane)
+            when = "after a lane's backward()" if self.phase in (Phase.FOLDED, Phase.AVERAGED) else "outside a lane"
+            raise UsageError(f"run.weigh() was called {when}. Call it in the loop body, before backward().")
+        self._weights.weigh(self._lane, weight)
 
-    # -- one backward ------------------------------------------------------------------------
+    # -- one backward (called by AutogradHooks) ----------------------------------------------
 
     def _begin(self) -> bytes:
         if self.phase is Phase.DISCARDED:
             return bytes(len(self.params))
         if self.phase is not Phase.LANE:
-            raise UsageError(_WRONG_TIME[self.phase])
+            raise UsageError(_WRONG_PHASE[self.phase])
         self.phase = Phase.BACKWARD
         if self._is_last:
             self._callbacks.before_send()
-        if self._first_settings is None:
-            self._first_settings = self._callbacks.settings_hash()
-        share = self._share(self._lane)
-        return self._reducer.begin(Turn(self._lane, share, self._scale(), self._is_last))
-
-    def _share(self, lane: int) -> float:
-        """A lane's weight in units of a full lane: 1 for most, which costs nothing."""
-        return self._weights[lane] / self._unit if self.lanes > 1 else float(self._counts[lane] > 0)
-
-    def _scale(self) -> float | None:
-        """1 / the sum of all shares; None where others' weights decide."""
-        if self.lanes == 1:
-            return 1.0
-        if self.comm.size == 1 and self._is_last:
-            return self._scale_of(list(self._weights.values()))
-        return None if self._weighs else self._unit / sum(self._counts)
-
-    def _scale_of(self, weights: Sequence[float]) -> float:
-        total = math.fsum(weights)
-        if total == 0:
-            raise UsageError(
-                f"all {self.lanes} lanes of step {self.step} have weight 0: there is nothing to average. Weigh at least one more."
-            )
-        return self._unit / total
+        if self._settings_hash is None:
+            self._settings_hash = self._callbacks.settings_hash()
+        scale = self._weights.scale_before_exchange(has_all_weights=self.comm.size == 1 and self._is_last)
+        return self._reducer.begin(WeightedMicroBatch(self._lane, self._weights.share(self._lane), scale, self._is_last))
 
     def _ready(self, indices: Sequence[int]) -> None:
-        if self.phase is Phase.BACKWARD and self._lost is None:
+        if self.phase is Phase.BACKWARD and self._peer_error is None:
             try:
                 self._reducer.ready(indices)
             except PeerError as error:
                 if self._callbacks.on_peer_lost is None:
                     raise
-                self._lost = error
+                self._peer_error = error  # reported by _end: autograd must not be interrupted
 
     def _end(self) -> None:
-        """With somebody to recover with, a lost peer voids this turn; otherwise the error comes out of the user's backward()."""
         if self.phase is Phase.DISCARDED:
             return
         try:
-            if self._lost is not None:
-                raise self._lost
+            if self._peer_error is not None:
+                raise self._peer_error
             self._finish()
         except PeerError as error:
             if self._callbacks.on_peer_lost is None:
                 raise
-            self._lost = None
+            self._peer_error = None
             self._callbacks.on_peer_lost(error)
 
     def _finish(self) -> None:
         self._reducer.end()
-        self._lane_buffers.note(self._lane, self._counts[self._lane] > 0)
+        self._lane_buffers.end_lane(self._lane, self._weights.counts[self._lane] > 0)
         if not self._is_last:
             self.phase = Phase.FOLDED
             return
-        words = Exchange(self.comm, self._word(), self._most).wait()
+        words = exchange_words(self.comm, self._control_word(), self._most_lanes)
         self._compare(words)
-        self.requests_of_all = tuple(word.wants for word in words)
-        weights = [weight for word in words for weight in word.weights]
-        scale = 1.0 if self.lanes == 1 else self._scale_of(weights)
+        self.requests_of_all = tuple(word.requests for word in words)
+        scale = self._weights.scale([weight for word in words for weight in word.weights])
         self._reducer.finish(union([word.present for word in words]), scale)
-        shares = [self._share(lane) for lane in range(*self.my_lanes)]
-        first = next(lane for lane, count in enumerate(self._counts) if count)
-        self._lane_buffers.finish(union([word.changed for word in words]), self._fold, self.my_lanes, shares, scale, first)
+        self._lane_buffers.average(union([word.changed for word in words]), self._weights, scale)
         self.phase = Phase.AVERAGED
         self._callbacks.on_averaged()
 
-    def _word(self) -> ControlWord:
-        weights = tuple(self._weights[lane] for lane in range(*self.my_lanes))
-        counted = any(self._counts[lane] and lane not in self._weighed for lane in range(*self.my_lanes))
-        settings = self._callbacks.settings_hash()
-        if settings != self._first_settings:
+    def _control_word(self) -> ControlWord:
+        settings_hash = self._callbacks.settings_hash()
+        if settings_hash != self._settings_hash:
             self._callbacks.on_settings_differ(None)
-        wants = self._callbacks.requests() | (WEIGHED if self._weighed else 0) | (COUNTED if counted else 0)
-        return ControlWord(self.step, settings, wants, weights, bytes(self._reducer.present), self._lane_buffers.changed())
+        requests, weights = self._callbacks.requests() | self._weights.kinds(), tuple(self._weights.mine.values())
+        return ControlWord(self.step, settings_hash, requests, weights, bytes(self._reducer.present), self._lane_buffers.changed())
 
     def _compare(self, words: Sequence[ControlWord]) -> None:
         for rank, word in enumerate(words):
             if word.step != words[0].step:
                 raise UsageError(
-                    f"rank {rank} is at step {word.step} where rank 0 is at step {words[0].step}: their loops have parted. "
-                    "Every worker must pass the same loops over run.shard(...), and leave them at the same step."
+                    f"rank {rank} is at step {word.step}, but rank 0 is at step {words[0].step}. Every worker must run the same "
+                    "loops over run.shard(...) and leave them at the same step."
                 )
-            if word.settings != words[0].settings:
+            if word.settings_hash != words[0].settings_hash:
                 self._callbacks.on_settings_differ(rank)
-        ways = {w.wants & (WEIGHED | COUNTED) for w in words} - {0}
-        if len(ways) > 1 or WEIGHED | COUNTED in ways:
+        kinds = {word.requests & (WEIGHED | COUNTED) for word in words} - {0}
+        if len(kinds) > 1 or WEIGHED | COUNTED in kinds:
             raise UsageError(
-                f"run.weigh() was called for some lanes of step {self.step} and not for others: numbers of samples and weights "
-                "of yours cannot be added. Call it in every turn of the loop body, or never."
+                f"run.weigh() was called for some lanes of step {self.step} and not for others: your weights and numbers of "
+                "samples cannot be added. Call run.weigh() in every iteration of the loop body, or never."
             )
 
 
-_WRONG_TIME = {
+_WRONG_PHASE = {
     Phase.IDLE: (
-        "backward() was called outside the loop over run.shard(...): only there gradients belong to a step and a lane. "
-        "Move it into the loop, or train that model without Run."
+        "backward() was called outside the loop over run.shard(...). Only inside the loop do gradients belong to a step. "
+        "Move backward() into the loop, or train that model without Run."
     ),
     Phase.BACKWARD: "the last backward() raised half-way, and its lane cannot be repeated. Let the exception end the run.",
     Phase.FOLDED: (
-        "a second backward() in one turn of the loop: the gradients of this lane have been taken already. Add the losses and call "
-        "backward() once. (A reentrant checkpoint in a submodule that is called directly looks the same: use_reentrant=False.)"
+        "backward() was called twice for one micro-batch: the gradients of this lane were already added up. Add the losses and "
+        "call backward() once. (A reentrant checkpoint in a submodule that is called directly looks the same: use_reentrant=False.)"
     ),
     Phase.AVERAGED: (
-        "a second backward() in one turn of the loop: the gradients of this step have been averaged already. "
+        "backward() was called twice for one micro-batch: the gradients of this step were already averaged. "
         "Add the losses and call backward() once."
     ),
 }

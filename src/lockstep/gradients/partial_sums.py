@@ -1,8 +1,9 @@
-"""What a worker has folded of its lanes so far: values added along the tree, as they come (plan/tree.py).
+"""PartialSums: what a worker has added up of its lanes so far, along the summation tree (plan/tree.py).
 
-A value is the contribution of some lanes to one tensor, or None, which stands for zeros. Adding
-zeros is done, not skipped: -0.0 + 0.0 is 0.0, and a lane that is another worker's cannot be
-skipped. Knows nothing of parameters, autograd or other workers.
+Also the multi-tensor arithmetic that this needs. Knows nothing of parameters, autograd or other workers.
+
+A ``Value`` is the contribution of some lanes to one tensor. None stands for zeros. Zeros are added, not skipped: -0.0 + 0.0 is 0.0,
+and a worker cannot skip a lane that another worker runs.
 """
 
 from __future__ import annotations
@@ -12,82 +13,101 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lockstep.gradients.scale import multiply
-
 Value = Tensor | None
 
-_FUSE_BYTES = 1 << 16  # above this, one pass that copies and scales beats two passes in cache
+_ONE_PASS_BYTES = 1 << 16  # above this, one pass that copies and scales is faster than two passes in the cache
 
 
 class PartialSums:
-    """Levels of values: ``level[i]`` is tensor i's. ``carries[k]``: how many levels lane k closes when it is pushed.
+    """Partial sums of ``count`` tensors. ``self._levels[k][i]`` is the partial sum number k of tensor i, from left to right.
 
-    For each lane: ``open``, then ``fold`` for the tensors in any order, each once, then ``close``;
-    or ``skip``. The values of the last lane with samples may go to ``finish`` instead of ``fold``.
+    ``carries[k]`` says how many of the last levels the k-th lane is added to (plan/tree.py: ``carries``).
+
+    For each lane call ``start_lane``, then ``add`` for the tensors in any order, each tensor once, then ``end_lane``; or
+    ``skip_lane``. For the last lane with samples call ``totals`` or ``write_totals`` instead of ``add`` and ``end_lane``.
     """
 
     def __init__(self, count: int, carries: Sequence[int]) -> None:
         self._count, self._carries = count, carries
         self._levels: list[list[Value]] = []
-        self._next = 0
+        self._started = 0
 
-    def skip(self) -> None:
-        """A lane that has no samples: zeros."""
-        self.open()
-        self.fold(range(self._count), [None] * self._count)
-        self.close()
+    def skip_lane(self) -> None:
+        """The next lane has no samples: its values are zeros."""
+        self.start_lane()
+        self.add(range(self._count), [None] * self._count)
+        self.end_lane()
 
-    def open(self) -> None:
-        self._carry = self._carries[self._next]
-        self._next += 1
-        self._top: list[Value] = [None] * self._count
+    def start_lane(self) -> None:
+        self._carry = self._carries[self._started]
+        self._started += 1
+        self._sums: list[Value] = [None] * self._count
 
-    def fold(self, indices: Sequence[int], values: list[Value]) -> None:
-        """The opened lane's values of tensors ``indices``; their memory belongs to the stack from here on."""
+    def add(self, indices: Sequence[int], values: list[Value]) -> None:
+        """Add the lane's values of tensors ``indices``. The memory of ``values`` belongs to this object from now on."""
         for level in reversed(self._levels[len(self._levels) - self._carry :]):
-            values = add(values, _take(level, indices))
+            values = add_in_place(values, _remove(level, indices))
         for i, value in zip(indices, values, strict=True):
-            self._top[i] = value
+            self._sums[i] = value
 
-    def close(self) -> None:
-        self._levels = [*self._levels[: len(self._levels) - self._carry], self._top]
+    def end_lane(self) -> None:
+        self._levels = [*self._levels[: len(self._levels) - self._carry], self._sums]
 
-    def values(self, index: int) -> list[Value]:
-        """What is there of one tensor, level by level."""
+    def levels_of(self, index: int) -> list[Value]:
+        """The partial sums of one tensor, from left to right."""
         return [level[index] for level in self._levels]
 
-    def rest(self, indices: Sequence[int], values: list[Value]) -> list[list[Value]]:
-        """As ``fold``, for the last lane with samples: what is left in the end of tensors ``indices``, level by level."""
-        stack = [_take(level, indices) for level in self._levels]
-        for at, carry in enumerate(self._carries[self._next - 1 :]):
-            stack.append([None] * len(indices) if at else values)
+    def totals(self, indices: Sequence[int], values: list[Value]) -> list[list[Value]]:
+        """Add the values of the last lane with samples; return the final partial sums of tensors ``indices``, by level."""
+        levels = [_remove(level, indices) for level in self._levels]
+        for lane, carry in enumerate(self._carries[self._started - 1 :]):
+            levels.append([None] * len(indices) if lane else values)
             for _ in range(carry):
-                top = stack.pop()
-                stack[-1] = add(top, stack[-1])
-        return stack
+                top = levels.pop()
+                levels[-1] = add_in_place(top, levels[-1])
+        return levels
 
-    def finish(self, indices: Sequence[int], values: list[Value], rows: Sequence[Sequence[Tensor]], scale: float | None) -> None:
-        """As ``rest``, written to ``rows[level]``, times ``scale``. The last addition writes there directly."""
-        fused = self._carry > 0 and self._next == len(self._carries)
-        if not fused:
-            for out, level in zip(rows, self.rest(indices, values), strict=False):
-                write(out, level, scale)
+    def write_totals(
+        self, indices: Sequence[int], values: list[Value], rows: Sequence[Sequence[Tensor]], scale: float | None
+    ) -> None:
+        """``totals``, written to ``rows[level]`` and multiplied by ``scale``. The last addition writes to the row directly."""
+        last_addition_ends_the_sum = self._carry > 0 and self._started == len(self._carries)
+        if not last_addition_ends_the_sum:
+            for out, level in zip(rows, self.totals(indices, values), strict=False):
+                copy_scaled(out, level, scale)
             return
         bottom = len(self._levels) - self._carry
         for level in reversed(self._levels[bottom + 1 :]):
-            values = add(values, _take(level, indices))
-        write_sum(rows[bottom], values, _take(self._levels[bottom], indices), scale)
+            values = add_in_place(values, _remove(level, indices))
+        _write_sum(rows[bottom], values, _remove(self._levels[bottom], indices), scale)
         for out, level in zip(rows, self._levels[:bottom], strict=False):
-            write(out, _take(level, indices), scale)
+            copy_scaled(out, _remove(level, indices), scale)
 
 
-def all_there(values: list[Value]) -> bool:
-    return all(value is not None for value in values)  # not ``None in values``: that compares tensors
+def headroom_of(dtype: torch.dtype, lanes: int) -> float:
+    """The factor for every lane's values before they are added, so that the sum of ``lanes`` large values stays finite.
+
+    It is a power of two, hence exact, for fp16, and 1 for dtypes with a wider exponent.
+    """
+    return 2.0 ** -(lanes - 1).bit_length() if dtype == torch.float16 else 1.0
 
 
-def add(mine: list[Value], others: list[Value]) -> list[Value]:
-    """Sums, in the memory of ``mine`` where there is some. Zeros and zeros stay None."""
-    if all_there(mine) and all_there(others):
+def multiply(tensors: Sequence[Tensor], scale: float) -> None:
+    """In place, with the bits of ``tensor.mul_(scale)`` for each tensor; on CUDA in few launches.
+
+    On the host torch's multi-tensor multiplication would first round ``scale`` to the dtype of a bf16 tensor.
+    """
+    on_device = [tensor for tensor in tensors if tensor.is_cuda]
+    if on_device:
+        torch._foreach_mul_(on_device, scale)
+    for tensor in tensors:
+        if not tensor.is_cuda:
+            tensor.mul_(scale)
+
+
+def add_in_place(mine: list[Value], others: list[Value]) -> list[Value]:
+    """Return the sums. They lie in the memory of ``mine``, or of ``others`` if mine is None. None plus None stays None."""
+    if _has_no_none(mine) and _has_no_none(others):
         torch._foreach_add_(mine, others)  # type: ignore[arg-type]
         return mine
     sums: list[Value] = []
@@ -100,26 +120,29 @@ def add(mine: list[Value], others: list[Value]) -> list[Value]:
     return sums
 
 
-def write(out: Sequence[Tensor], values: list[Value], scale: float | None) -> None:
-    """``out`` becomes ``values``, times ``scale``."""
-    views, parts = [], []
+def copy_scaled(out: Sequence[Tensor], values: Sequence[Value], scale: float | None) -> None:
+    """Write ``values`` times ``scale`` to ``out``, in one multi-tensor copy if possible."""
+    if scale is None and _has_no_none(values):
+        torch._foreach_copy_(out, values)  # type: ignore[arg-type]
+        return
+    views, copied = [], []
     for view, value in zip(out, values, strict=True):
         if value is None:
             view.zero_()
-        elif scale is not None and view.nbytes > _FUSE_BYTES and not view.is_cuda:
+        elif scale is not None and view.nbytes > _ONE_PASS_BYTES and not view.is_cuda:
             torch.mul(value, scale, out=view)
         else:
             views.append(view)
-            parts.append(value)
+            copied.append(value)
     if views:
-        torch._foreach_copy_(views, parts)
+        torch._foreach_copy_(views, copied)
         if scale is not None:
             multiply(views, scale)
 
 
-def write_sum(out: Sequence[Tensor], mine: list[Value], others: list[Value], scale: float | None) -> None:
-    if not all_there(mine) or not all_there(others) or out[0].is_cuda:
-        write(out, add(mine, others), scale)
+def _write_sum(out: Sequence[Tensor], mine: list[Value], others: list[Value], scale: float | None) -> None:
+    if not _has_no_none(mine) or not _has_no_none(others) or out[0].is_cuda:
+        copy_scaled(out, add_in_place(mine, others), scale)
         return
     for view, a, b in zip(out, mine, others, strict=True):
         torch.add(a, b, out=view)  # type: ignore[arg-type]
@@ -127,9 +150,13 @@ def write_sum(out: Sequence[Tensor], mine: list[Value], others: list[Value], sca
             view.mul_(scale)
 
 
-def _take(level: list[Value], indices: Sequence[int]) -> list[Value]:
-    """The level's values of tensors ``indices``, which it then no longer keeps alive."""
-    taken = [level[i] for i in indices]
+def _has_no_none(values: Sequence[Value]) -> bool:
+    return all(value is not None for value in values)  # not ``None not in values``: that compares tensors
+
+
+def _remove(level: list[Value], indices: Sequence[int]) -> list[Value]:
+    """Return the level's values of tensors ``indices``. The level no longer keeps them alive."""
+    removed = [level[i] for i in indices]
     for i in indices:
         level[i] = None
-    return taken
+    return removed

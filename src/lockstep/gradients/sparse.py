@@ -1,6 +1,6 @@
-"""Averages sparse gradients (``Embedding(sparse=True)``): everyone's rows are gathered and added.
+"""Averages sparse gradients (``Embedding(sparse=True)``): gathers the rows of all ranks and adds them.
 
-The sum is taken in rank order on every worker, so replicas agree to the bit. Collective.
+Every rank adds the rows in rank order, so that replicas are equal to the bit. Everything here is collective.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ _ABSENT, _SPARSE, _DENSE = 0, 1, 2
 
 
 def reduce_sparse(comm: Comm, param: Tensor, grad: Tensor | None, scale: float, what: str) -> Tensor | None:
-    """The mean of every rank's gradient, or None where no rank has one.
+    """Returns the sum of all ranks' gradients times ``scale``, or None if no rank has a gradient.
 
-    A rank that has a dense gradient (the weight is tied to a dense layer there) makes it dense for all.
+    If one rank has a dense gradient (the weight is tied to a dense layer), the result is dense on all ranks.
     """
     if grad is not None and grad.is_sparse:
         grad = grad.coalesce()
     kind = _ABSENT if grad is None else _SPARSE if grad.is_sparse else _DENSE
     rows = grad._nnz() if grad is not None and grad.is_sparse else 0
-    heads = torch.zeros(comm.size, 2, dtype=torch.int64)
-    comm.all_gather(heads, torch.tensor([kind, rows]), f"{what} (sizes)").wait()
-    kinds = heads[:, 0].tolist()
+    kinds_and_rows = torch.zeros(comm.size, 2, dtype=torch.int64)
+    comm.all_gather(kinds_and_rows, torch.tensor([kind, rows]), f"{what} (sizes)").wait()
+    kinds = kinds_and_rows[:, 0].tolist()
     if max(kinds) == _ABSENT:
         return None
     if max(kinds) == _DENSE:
@@ -36,40 +36,40 @@ def reduce_sparse(comm: Comm, param: Tensor, grad: Tensor | None, scale: float, 
         return total
     indices = torch.zeros(0, dtype=torch.int64, device=param.device) if grad is None else grad.indices()[0]
     values = param.new_zeros(0, *param.shape[1:]) if grad is None else grad.values() * scale
-    return _gather_rows(comm, param, indices, values, heads[:, 1].tolist(), what)
+    return _gather_rows(comm, param, indices, values, kinds_and_rows[:, 1].tolist(), what)
 
 
 def fold_sparse(comm: Comm, param: Tensor, lanes: Sequence[Tensor], scale: float, what: str) -> Tensor:
-    """The sum over all lanes of all ranks, times ``scale``: bit-equal for every assignment of lanes.
+    """Returns the sum over all lanes of all ranks, times ``scale``: equal to the bit for every assignment of lanes.
 
-    ``lanes``: this rank's gradients, already weighted, in lane order. LaneBucket travel unsummed and are
-    added in lane order, the same list on every rank whoever brought it. A dense gradient in some
-    lane (the weight is tied to a dense layer there) makes it dense for all.
+    ``lanes``: this rank's gradients, already multiplied by their shares, in lane order. A rank sends the rows of its lanes
+    without adding them up; every rank then adds the same list of rows, in lane order. If the gradient of one lane is dense (the
+    weight is tied to a dense layer), the result is dense on all ranks.
     """
     parts = [grad.coalesce() if grad.is_sparse else grad.to_sparse(1) for grad in lanes]
     is_dense = any(not grad.is_sparse for grad in lanes)
     indices = torch.cat([part.indices()[0] for part in parts]) if parts else torch.zeros(0, dtype=torch.int64, device=param.device)
     values = torch.cat([part.values() for part in parts]) if parts else param.new_zeros(0, *param.shape[1:])
-    heads = torch.zeros(comm.size, 2, dtype=torch.int64)
-    comm.all_gather(heads, torch.tensor([int(is_dense), len(indices)]), f"{what} (sizes)").wait()
-    total = _gather_rows(comm, param, indices, values, heads[:, 1].tolist(), what)
-    total = total.to_dense() if bool(heads[:, 0].any()) else total
+    kinds_and_rows = torch.zeros(comm.size, 2, dtype=torch.int64)
+    comm.all_gather(kinds_and_rows, torch.tensor([int(is_dense), len(indices)]), f"{what} (sizes)").wait()
+    total = _gather_rows(comm, param, indices, values, kinds_and_rows[:, 1].tolist(), what)
+    total = total.to_dense() if bool(kinds_and_rows[:, 0].any()) else total
     return total if scale == 1 else total.mul_(scale)
 
 
-def _gather_rows(comm: Comm, param: Tensor, mine: Tensor, rows_of_mine: Tensor, rows: list[int], what: str) -> Tensor:
-    """Everybody's rows, added in rank order."""
+def _gather_rows(comm: Comm, param: Tensor, my_indices: Tensor, my_values: Tensor, rows: list[int], what: str) -> Tensor:
+    """Returns the rows of all ranks, added in rank order. ``rows``: how many rows each rank has."""
     most = max(1, max(rows))
     indices = torch.zeros(most, dtype=torch.int64, device=param.device)
     values = torch.zeros(most, *param.shape[1:], dtype=param.dtype, device=param.device)
-    indices[: len(mine)] = mine
-    values[: len(mine)] = rows_of_mine
+    indices[: len(my_indices)] = my_indices
+    values[: len(my_indices)] = my_values
     all_indices = indices.new_zeros(comm.size, *indices.shape)
     all_values = values.new_zeros(comm.size, *values.shape)
-    first = comm.all_gather(all_indices, indices, f"{what} (rows)")
-    second = comm.all_gather(all_values, values, what)
-    first.wait()
-    second.wait()
+    indices_pending = comm.all_gather(all_indices, indices, f"{what} (rows)")
+    values_pending = comm.all_gather(all_values, values, what)
+    indices_pending.wait()
+    values_pending.wait()
     kept_indices = torch.cat([all_indices[r, :n] for r, n in enumerate(rows)])
     kept_values = torch.cat([all_values[r, :n] for r, n in enumerate(rows)])
     return torch.sparse_coo_tensor(kept_indices.unsqueeze(0), kept_values, param.shape, check_invariants=False).coalesce()

@@ -1,4 +1,4 @@
-"""Arguments of the command line: wrong ones are refused in a sentence. Knows no commands."""
+"""Arguments of the command line: a parser that refuses wrong ones with one sentence. Does not know the commands."""
 
 from __future__ import annotations
 
@@ -6,35 +6,45 @@ import argparse
 import difflib
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 from lockstep.errors import UsageError
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises where argparse would print its usage and exit."""
+    """Raises a UsageError with one sentence where argparse would print its usage and exit."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}. `{self.prog} --help` shows how it is called.")
 
-    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        given, unknown = self.parse_known_args(args, namespace)
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # argparse calls this for each subcommand
+        given, unknown = super().parse_known_args(args, namespace)
         if unknown:
             options = [option for action in self._actions for option in action.option_strings]
-            for action in self._actions:
-                if isinstance(action, argparse._SubParsersAction) and given.command:
-                    options += [o for a in action.choices[given.command]._actions for o in a.option_strings]
-            near = difflib.get_close_matches(unknown[0].split("=")[0], options, n=1)
-            hint = f"Did you mean {near[0]}? " if near else ""
-            raise UsageError(
-                f"there is no option {unknown[0]}. {hint}Options of lockstep come before the script, those of the script after it; "
-                f"`{self.prog} {given.command or ''} --help` lists ours."
+            hint = did_you_mean(unknown[0].split("=")[0], options) + (f"{self.epilog} " if self.epilog else "")
+            what = (
+                f"there is no option {unknown[0]}" if unknown[0].startswith("-") else f"the argument {unknown[0]} is one too many"
             )
-        return given
+            raise UsageError(f"{what}. {hint}`{self.prog} --help` shows how it is called.")
+        return given, unknown
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
+            hint = did_you_mean(value, action.choices)
+            raise UsageError(f"there is no command {value}. {hint}`{self.prog} --help` lists the commands.")
+        super()._check_value(action, value)
+
+
+def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """Returns "Did you mean X? ", or "" if nothing known resembles ``word``."""
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
+    return f"Did you mean {near[0]}? " if near else ""
 
 
 def whole_number(least: int) -> Callable[[str], int]:
+    """Returns the ``type=`` of an argument that is a whole number of at least ``least``."""
+
     def read(text: str) -> int:
         try:
             value = int(text)
@@ -47,7 +57,8 @@ def whole_number(least: int) -> Callable[[str], int]:
     return read
 
 
-def seconds_of(text: str) -> float:
+def seconds(text: str) -> float:
+    """The ``type=`` of an argument that is a duration."""
     try:
         value = float(text)
     except ValueError:
@@ -58,16 +69,17 @@ def seconds_of(text: str) -> float:
 
 
 def open_standard_streams() -> None:
-    """A descriptor 0, 1 or 2 that is closed would be the next file opened, and be written to."""
+    """Open descriptors 0, 1 and 2 if they are closed. Otherwise the next file that is opened would get one of these numbers."""
     for number in (0, 1, 2):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number: this one
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
 
 
 def write(descriptor: int, text: str) -> None:
+    """Write to a standard stream. If its reader is gone, the text is discarded."""
     try:
         os.write(descriptor, text.encode(errors="replace"))
     except OSError:
-        pass  # nobody reads it
+        pass

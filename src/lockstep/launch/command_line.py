@@ -1,178 +1,135 @@
-"""The command line: reads arguments and refuses wrong ones in a sentence. Knows what may be asked for, not how it is done."""
+"""The commands `lockstep run` and `lockstep scale`: their arguments and checks. Does not know how a run is supervised."""
 
 from __future__ import annotations
 
 import argparse
-import difflib
 import glob
 import importlib.util
 import os
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-import lockstep
 from lockstep.errors import UsageError
 from lockstep.launch import packets
-from lockstep.launch.arguments import Parser, open_standard_streams, seconds_of, whole_number, write
+from lockstep.launch.arguments import did_you_mean, seconds, whole_number, write
 from lockstep.launch.run_folder import RunFolder, connect
-from lockstep.launch.worker import Job
+from lockstep.launch.worker import Entrypoint
 
 _SCALE_TIMEOUT_S = 10.0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The `lockstep` command. Returns its exit code: the script's, or 2 for arguments that cannot work."""
-    open_standard_streams()
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    try:
-        head, script, module, rest = split(arguments)
-        given = _parser().parse_args(head)
-        if given.command == "scale":
-            return scale(given.run_dir, given.size)
-        if given.command != "run":
-            raise UsageError("what should be done? `lockstep run -n 4 train.py` starts four workers; `lockstep --help` tells more.")
-        return run(given, script, module, rest)
-    except UsageError as error:
-        write(2, f"lockstep: {error}\n")
-        return 2
+def add_parsers(commands: Any) -> None:
+    """Add `run` and `scale` to the subcommands of a parser. ``execute`` of the parsed arguments runs the command."""
+    parser = commands.add_parser(
+        "run",
+        help="run a script on several workers of this machine",
+        usage="lockstep run [-n N] [options] script.py [args ...]\n       lockstep run [-n N] [options] -m module [args ...]",
+        epilog="Options before the script belong to lockstep, options after it to the script.",
+        allow_abbrev=False,
+    )
+    parser.set_defaults(execute=run)
+    parser.add_argument("-n", type=whole_number(1), metavar="N", help="how many workers (default: one per GPU; without GPUs, one)")
+    parser.add_argument("--preload", metavar="MOD,...", help="modules to import once, before the workers are forked")
+    parser.add_argument("--run-dir", metavar="DIR", help="folder for logs and events (default: ./lockstep-runs/DATE-TIME-PID)")
+    parser.add_argument(
+        "--grace", type=seconds, default=10.0, metavar="S", help="seconds to stop after Ctrl-C or SIGTERM (default: 10)"
+    )
+    help = "kill a worker for which other workers wait this many seconds (default: 30)"
+    parser.add_argument("--hang-timeout", type=seconds, default=30.0, metavar="S", help=help)
+    parser.add_argument("--no-respawn", action="store_true", help="do not replace workers that die")
+    help = "replace at most N workers in 5 minutes (default: 10)"
+    parser.add_argument("--max-respawns", type=whole_number(0), default=10, metavar="N", help=help)
+    parser.add_argument("--ledger", action="store_true", help="record which sample was committed in which step")
+    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="run a module instead of a script, with its arguments")
+    parser.add_argument("script", nargs=argparse.REMAINDER, help="the script and its arguments")
+    parser = commands.add_parser("scale", help="change the number of workers of a running run", allow_abbrev=False)
+    parser.set_defaults(execute=scale)
+    parser.add_argument("run_dir", metavar="RUN_DIR", help="the folder of the run")
+    parser.add_argument("size", type=whole_number(1), metavar="N", help="how many workers it should have")
 
 
-def run(given: argparse.Namespace, script: str | None, module: str | None, args: list[str]) -> int:
+def run(given: argparse.Namespace) -> int:
+    """Run a script or a module on several workers. Returns the exit code of the script."""
     from lockstep.launch.agent import Agent, Settings
-    from lockstep.plan.membership import Policy
+    from lockstep.plan.membership_state import Policy
 
-    first_path = check_target(script, module)
+    entrypoint = _entrypoint(given)
     preload = [name for name in (given.preload or "").split(",") if name]
     for name in preload:
-        check_module(name, first_path, "--preload")
-    policy = replace(Policy(), respawn=not given.no_respawn, max_respawns=given.max_respawns, hang_timeout_s=given.hang_timeout)
-    size = given.n if given.n is not None else count_gpus(os.environ.get("CUDA_VISIBLE_DEVICES")) or 1
+        _check_module(name, entrypoint.sys_path_0, "--preload")
+    policy = Policy(respawn=not given.no_respawn, max_respawns=given.max_respawns, hang_timeout_s=given.hang_timeout)
+    size = given.n if given.n is not None else _count_gpus(os.environ.get("CUDA_VISIBLE_DEVICES")) or 1
     settings = Settings(size, tuple(preload), given.grace, policy, given.ledger)
-    job = Job(script, module, tuple(args), os.getpid(), first_path, {})
-    return Agent(settings, job, RunFolder.create(given.run_dir, time.time())).run()
+    return Agent(settings, entrypoint, RunFolder.create(given.run_dir, time.time())).run()
 
 
-def scale(run_dir: str, size: int) -> int:
-    """Ask the agent of a run for another number of workers; its answer is printed."""
+def scale(given: argparse.Namespace) -> int:
+    """Ask the agent of a run for another number of workers, and print its answer."""
     try:
-        with connect(Path(run_dir), _SCALE_TIMEOUT_S) as line:
-            line.sendall(packets.frame({"type": "scale", "size": size}))
-            frames, messages = packets.Frames(), list[packets.Packet]()
-            while not messages:
-                data = line.recv(1 << 16)
-                if not data:
-                    raise UsageError(f"the run in {run_dir} ended before it answered.")
-                messages = frames.feed(data)
+        with connect(Path(given.run_dir), _SCALE_TIMEOUT_S) as connection:
+            packets.send(connection, {"type": "scale", "size": given.size})
+            answer = packets.receive(connection)
     except OSError as error:
         reason = error.strerror or str(error)
         raise UsageError(
-            f"no run answers in {run_dir} ({reason}: agent.sock). Name the directory of one that is going on: "
+            f"no run answers in {given.run_dir} ({reason}: agent.sock). Name the folder of a running run: "
             "`lockstep run` takes it by --run-dir, or makes one under ./lockstep-runs."
         ) from error
-    answer = messages[0]
+    if answer is None:
+        raise UsageError(f"the run in {given.run_dir} ended before it answered.")
     write(1 if answer["ok"] else 2, f"{answer['value'] if answer['ok'] else 'lockstep: ' + answer['error']}\n")
     return 0 if answer["ok"] else 1
 
 
-# -- arguments -------------------------------------------------------------------------------------
-
-
-def split(argv: list[str]) -> tuple[list[str], str | None, str | None, list[str]]:
-    """(our arguments, script, module, the script's arguments): what follows the script's name is the script's alone."""
-    if not argv or argv[0] != "run":
-        return argv, None, None, []
-    at = 1
-    while at < len(argv):
-        token = argv[at]
-        if token == "-m":
-            if at + 1 == len(argv):
-                raise UsageError("-m needs the name of a module: `lockstep run -m package.module`.")
-            return argv[:at], None, argv[at + 1], argv[at + 2 :]
-        if token == "--":
-            return argv[:at], argv[at + 1] if at + 1 < len(argv) else None, None, argv[at + 2 :]
-        if not token.startswith("-") or token == "-":
-            return argv[:at], token, None, argv[at + 1 :]
-        at += 2 if token in _WITH_VALUE else 1
-    return argv, None, None, []
-
-
-_WITH_VALUE = ("-n", "--preload", "--run-dir", "--grace", "--hang-timeout", "--max-respawns")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="lockstep", description="Data-parallel training for PyTorch.", allow_abbrev=False)
-    parser.add_argument("--version", action="version", version=f"lockstep {lockstep.__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
-    run = commands.add_parser(
-        "run",
-        help="run a script on several workers of this machine",
-        usage="lockstep run [-n N] [options] script.py [args ...]\n       lockstep run [-n N] [options] -m module [args ...]",
-        allow_abbrev=False,
-    )
-    whole, seconds = whole_number(1), seconds_of
-    run.add_argument("-n", type=whole, metavar="N", help="how many workers (default: one per GPU, one where there is none)")
-    run.add_argument("--preload", metavar="MOD,...", help="modules to import once, before workers are forked")
-    run.add_argument("--run-dir", metavar="DIR", help="where logs and events go (default: ./lockstep-runs/DATE-TIME-PID)")
-    run.add_argument(
-        "--grace", type=seconds, default=10.0, metavar="S", help="seconds to end in after Ctrl-C or SIGTERM (default: 10)"
-    )
-    run.add_argument(
-        "--hang-timeout", type=seconds, default=30.0, metavar="S", help="a worker that holds up others so long is killed"
-    )
-    run.add_argument("--no-respawn", action="store_true", help="do not replace workers that die")
-    run.add_argument("--max-respawns", type=whole_number(0), default=10, metavar="N", help="at most so many in 5 minutes")
-    run.add_argument("--ledger", action="store_true", help="write down which sample was committed in which step")
-    commands.add_parser("checkpoint", help="list, verify or export what a run has saved")  # checkpoint/cli.py
-    scale = commands.add_parser("scale", help="change the number of workers of a run that is going on", allow_abbrev=False)
-    scale.add_argument("run_dir", metavar="RUN_DIR")
-    scale.add_argument("size", type=whole, metavar="N")
-    return parser
-
-
-def check_target(script: str | None, module: str | None) -> str:
-    """What is to be run must be there; returns the sys.path[0] it will have."""
-    if module is not None:
-        check_module(module, os.getcwd(), "-m")
-        return os.getcwd()
-    if script is None:
+def _entrypoint(given: argparse.Namespace) -> Entrypoint:
+    """What to run, which must exist."""
+    if given.module is not None:
+        if not given.module:
+            raise UsageError("-m needs the name of a module: `lockstep run -m package.module`.")
+        _check_module(given.module[0], os.getcwd(), "-m")
+        return Entrypoint(None, given.module[0], (*given.module[1:], *given.script), os.getcwd())
+    words = given.script[1:] if given.script[:1] == ["--"] else given.script
+    if not words:
         raise UsageError(
             "no script was given. Name one: `lockstep run -n 4 train.py`, or a module: `lockstep run -n 4 -m package.train`."
         )
+    _check_script(words[0])
+    return Entrypoint(words[0], None, tuple(words[1:]), str(Path(words[0]).resolve().parent))
+
+
+def _check_script(script: str) -> None:
     path = Path(script)
     if path.is_dir():
         raise UsageError(f"{script} is a directory, not a script. Name the file in it, or run a package by `-m {path.name}`.")
     if not path.exists():
         folder = path.parent
-        names = sorted(entry.name for entry in folder.iterdir() if entry.is_file()) if folder.is_dir() else []
-        near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.5)
-        hint = f"Did you mean {folder / near[0]}?" if near else f"Look at its name; the current directory is {os.getcwd()}."
-        raise UsageError(f"there is no script {script}. {hint}")
+        files = [str(folder / entry.name) for entry in folder.iterdir() if entry.is_file()] if folder.is_dir() else []
+        hint = did_you_mean(str(path), sorted(files)) or f"Check its name; the current directory is {os.getcwd()}."
+        raise UsageError(f"there is no script {script}. {hint.rstrip()}")
     if not os.access(path, os.R_OK):
         raise UsageError(f"the script {script} cannot be read by this user. Change its permissions.")
-    return str(path.resolve().parent)
 
 
-def check_module(name: str, first_path: str, option: str) -> None:
-    """The top of ``name`` must be findable; nothing is imported here."""
+def _check_module(name: str, sys_path_0: str, option: str) -> None:
+    """The top-level package of ``name`` must exist. Nothing is imported."""
     top = name.partition(".")[0]
     before = list(sys.path)
-    sys.path.insert(0, first_path)
+    sys.path.insert(0, sys_path_0)
     try:
         found = top.isidentifier() and (top in sys.modules or importlib.util.find_spec(top) is not None)
     finally:
         sys.path[:] = before
     if not found:
         raise UsageError(
-            f"{option} {name}: there is no module {top} in {first_path} nor among the installed ones ({sys.executable}). "
+            f"{option} {name}: there is no module {top} in {sys_path_0}, and {sys.executable} has none installed. "
             "Correct its name, or install it."
         )
 
 
-def count_gpus(visible: str | None) -> int:
-    """GPUs that workers may use, without asking torch."""
+def _count_gpus(visible: str | None) -> int:
+    """How many GPUs workers may use, found without torch."""
     devices = len(glob.glob("/dev/nvidia[0-9]*"))
     if visible is None or devices == 0:
         return devices

@@ -1,63 +1,99 @@
-"""Verdict: what the failures of workers add up to: which one is told whole, and the exit code of the run. Knows no processes."""
+"""ExitStatus: the exit code of a run and its last message, and which failure is shown with its traceback. Knows no processes.
+
+Only failures since the last generation was formed count: the run has recovered from those before. A worker that raised a
+PeerError failed because of another worker. Its traceback and its code are used only if no worker failed for a reason of its own.
+"""
 
 from __future__ import annotations
 
-from lockstep.launch.console import Console, Failure
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+from lockstep.launch.console import Console, Failure, first_line
+from lockstep.plan.membership_events import End
 
 
 class ExitStatus:
-    """An incident begins with a generation: what was survived before it does not count.
-
-    A worker that merely lost a peer failed in consequence: it is told whole, and gives its code, only if there is no cause.
-    """
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._codes: dict[int, int] = {}
-        self._consequences: dict[int, Failure] = {}
-        self._told_whole = False
-        self._accounted: set[int] = set()
+    def __init__(self, console: Console, run_folder: Path) -> None:
+        self._console, self._run_folder = console, run_folder
+        self._codes: dict[int, int] = {}  # of the workers that failed
+        self._peer_errors: dict[int, Failure] = {}
+        self._traceback_shown = False
+        self._reported: set[int] = set()
         self._finished: set[int] = set()
-        self._has_survived = False  # once workers have met, the death of one of them may be made good
+        self._members: set[int] = set()  # of all generations so far
+        self._checkpoint: tuple[int, str] | None = None
+        self._stopped_after: int | None = None
 
-    def new_incident(self) -> None:
-        self._codes, self._consequences, self._told_whole = {}, {}, False
-        self._has_survived = True
+    def generation_formed(self, members: Sequence[int]) -> None:
+        self._codes, self._peer_errors, self._traceback_shown = {}, {}, False
+        self._members.update(members)
 
-    def finished(self, worker: int) -> None:
+    def checkpoint_saved(self, step: int, path: str) -> None:
+        """The newest checkpoint is of ``step``."""
+        self._checkpoint = (step, path)
+
+    def workers_stopped(self, step: int) -> None:
+        """The workers stopped after ``step``, because they were told to."""
+        self._stopped_after = step
+
+    def worker_finished(self, worker: int) -> None:
         self._finished.add(worker)
-        self._accounted.add(worker)
+        self._reported.add(worker)
 
-    def ended(self, worker: int, code: int) -> None:
-        """Its process is gone."""
+    def worker_exited(self, worker: int, code: int) -> None:
         if code != 0:
             self._codes.setdefault(worker, code)
 
-    def codes(self) -> dict[int, int]:
-        """Of workers that ended badly in this incident."""
-        return dict(self._codes)
+    def has_reported(self, worker: int) -> bool:
+        """Whether the worker itself has reported how its script ended."""
+        return worker in self._reported
 
-    def has_told(self, worker: int) -> bool:
-        """Whether it said itself how its script ended."""
-        return worker in self._accounted
+    def worker_failed(self, code: int, failure: Failure, *, show: bool) -> None:
+        self._reported.add(failure.worker)
+        self._codes.setdefault(failure.worker, code)
+        is_peer_error = "PeerError" in failure.error.split(":")[0]
+        if is_peer_error:
+            self._peer_errors[failure.worker] = failure
+        if show:
+            with_traceback = not is_peer_error and not self._traceback_shown
+            self._traceback_shown = self._traceback_shown or with_traceback
+            self._console.show_failure(failure, with_traceback=with_traceback)
 
-    def failed(self, worker: int, code: int, failure: Failure, *, tell: bool) -> None:
-        self._accounted.add(worker)
-        self._codes.setdefault(worker, code)
-        is_consequence = "PeerError" in failure.error.split(":")[0]
-        if is_consequence:
-            self._consequences[worker] = failure
-        if tell:
-            whole = not is_consequence and not self._told_whole
-            self._told_whole = self._told_whole or whole
-            self._console.failed(failure, whole=whole)
+    def after_signal(self, number: int) -> tuple[int, str]:
+        """The run was stopped by a signal: show the last message; returns the exit code and the reason.
 
-    def close(self, code: int) -> int:
-        """The run has ended with ``code``, as membership has it: the script's own, which may differ, is returned."""
-        if code == 0:
-            return next((c for worker, c in self._codes.items() if worker in self._finished or not self._has_survived), 0)
-        if not self._told_whole:
-            for failure in list(self._consequences.values())[:1]:
-                self._console.failed(failure, whole=True)
-        causes = [c for worker, c in self._codes.items() if worker not in self._consequences] or list(self._codes.values())
+        The code is 0 if the workers have saved the step after which they stopped.
+        """
+        code, why = 128 + number, f"stopped by {signal.Signals(number).name}"
+        # A worker that was still starting was ended by the agent's own signal.
+        is_clean = not any(worker in self._members for worker in self._codes)
+        if self._checkpoint is not None:
+            if self._stopped_after == self._checkpoint[0] and is_clean:
+                code, why = 0, f"{why} at step {self._stopped_after}, which is saved"
+            self._console.say(f"{why}.{self._how_to_resume()}")
+        return code, why
+
+    def after_end(self, end: End) -> tuple[int, str]:
+        """The run is over: show the last message; returns the exit code, which is the script's own if it failed, and the reason."""
+        code = self._code_after(end.code)
+        if code != 0:
+            why = f"the run ended with code {code}: {first_line(end.why)}"
+            self._console.say(f"{why}. Its files are in {self._run_folder}.{self._how_to_resume()}")
+        return code, end.why
+
+    def _code_after(self, code: int) -> int:
+        if code == 0:  # once a generation was formed, the death of a worker that had not finished is made good
+            return next((c for worker, c in self._codes.items() if worker in self._finished or not self._members), 0)
+        if not self._traceback_shown:
+            for failure in list(self._peer_errors.values())[:1]:
+                self._console.show_failure(failure, with_traceback=True)
+        causes = [c for worker, c in self._codes.items() if worker not in self._peer_errors] or list(self._codes.values())
         return next((c for c in causes if c != 0), code)
+
+    def _how_to_resume(self) -> str:
+        if self._checkpoint is None:
+            return ""
+        step, path = self._checkpoint
+        return f" The newest checkpoint is of step {step} ({path}). The same command resumes from it."

@@ -1,4 +1,4 @@
-"""The few calls of Linux that python does not offer: parents, and what becomes of their children. Knows nothing of workers."""
+"""Linux calls that Python does not offer, about the parent and the children of this process. Knows nothing of workers."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def die_with_parent(parent: int) -> None:
-    """The kernel kills this process when ``parent`` dies; ends it here and now if that has happened already."""
+    """From now on the kernel kills this process when ``parent`` dies. Exits at once if ``parent`` is dead already."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 
 
 def adopt_orphans() -> None:
-    """Processes below this one whose parent ends become its children."""
+    """From now on a descendant of this process becomes its child when the descendant's own parent exits."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def children() -> list[int]:
-    """The processes whose parent this one is, zombies too."""
+    """Returns the pids of the children of this process, including zombies."""
     try:
         pids = " ".join(path.read_text() for path in Path("/proc/self/task").glob("*/children"))
         return [int(pid) for pid in pids.split()]
@@ -33,7 +33,7 @@ def children() -> list[int]:
 
 
 def threads() -> int:
-    """How many threads this process has, those that python knows nothing of too."""
+    """Returns how many threads this process has, including the threads that Python does not know."""
     return len(os.listdir("/proc/self/task"))
 
 

@@ -1,4 +1,4 @@
-"""Logs: each worker's output, whole and unprefixed, in its own file. Knows files and a worker's last words, not ranks."""
+"""Logs: writes the output of each worker, complete and unprefixed, to a file of its own. Knows files, not ranks."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ _TAIL_LINES = 12
 
 
 class Logs:
-    """A disk that is full stops the logs, not the run: said once."""
+    """If a file cannot be written (a full disk), output is lost, the console says so once, and training continues."""
 
-    def __init__(self, run_dir: RunFolder, console: Console) -> None:
-        self._run_dir, self._console = run_dir, console
+    def __init__(self, run_folder: RunFolder, console: Console) -> None:
+        self._run_folder, self._console = run_folder, console
         self._files: dict[int, int] = {}
         self._tails: dict[int, bytes] = {}
-        self._complained = False
+        self._error_shown = False
 
-    def begin(self, worker: int) -> None:
+    def open(self, worker: int) -> None:
         self._tails[worker] = b""
         try:
-            self._run_dir.worker(worker).mkdir(mode=0o700, exist_ok=True)
-            self._files[worker] = os.open(self._run_dir.log(worker), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            self._run_folder.worker(worker).mkdir(mode=0o700, exist_ok=True)
+            self._files[worker] = os.open(self._run_folder.log(worker), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         except OSError as error:
-            self._complain(worker, error)
+            self._show_once(worker, error)
 
     def write(self, worker: int, stream: int, data: bytes) -> None:
+        """``stream``: 1 for stdout, 2 for stderr."""
         if stream == 2:
             self._tails[worker] = (self._tails.get(worker, b"") + data)[-_TAIL_BYTES:]
         try:
@@ -36,24 +37,24 @@ class Logs:
             while rest:
                 rest = rest[os.write(self._files[worker], rest) :]
         except OSError as error:
-            self._complain(worker, error)
+            self._show_once(worker, error)
 
     def tail(self, worker: int) -> str:
-        """The end of what it wrote to stderr: what a library said before it fell."""
+        """Returns the last lines that the worker wrote to stderr: what a library printed before it crashed."""
         lines = self._tails.get(worker, b"").decode(errors="replace").splitlines()
         return "\n".join(lines[-_TAIL_LINES:])
 
-    def end(self, worker: int) -> None:
+    def close(self, worker: int) -> None:
         self._tails.pop(worker, None)
         if worker in self._files:
             os.close(self._files.pop(worker))
 
-    def close(self) -> None:
+    def close_all(self) -> None:
         for worker in list(self._files):
-            self.end(worker)
+            self.close(worker)
 
-    def _complain(self, worker: int, error: OSError) -> None:
-        if not self._complained:
-            self._complained = True
-            where = self._run_dir.log(worker)
-            self._console.say(f"{where} cannot be written ({error.strerror}): output is lost until it can. Training goes on.")
+    def _show_once(self, worker: int, error: OSError) -> None:
+        if not self._error_shown:
+            self._error_shown = True
+            path = self._run_folder.log(worker)
+            self._console.say(f"{path} cannot be written ({error.strerror}). Output is lost until it can. Training continues.")

@@ -1,7 +1,7 @@
-"""Outlet: writes to the console without ever waiting for it. Knows bytes and two descriptors, not what they say.
+"""NonblockingOutput: writes to the console without ever waiting for it. Knows bytes and two descriptors, not their meaning.
 
-A pipe that nobody reads, a terminal held by Ctrl-S or a closed one must not stop the agent. What cannot be
-written now is kept, up to a limit; beyond it the middle is left out and said to be.
+A pipe that nobody reads, a terminal that is paused by Ctrl-S or closed must not stop the agent. What cannot be written now is
+queued, up to a limit. What exceeds the limit is discarded, and a line says so.
 """
 
 from __future__ import annotations
@@ -10,59 +10,58 @@ import os
 import select
 import time
 
-_MOST_KEPT = 1 << 20
-_CHUNK = 512
+_MAX_QUEUED_BYTES = 1 << 20
+_CHUNK_BYTES = 512
 """A descriptor that polls writable takes this much without blocking: POSIX's smallest PIPE_BUF."""
-_LEFT_OUT = b"\n[lockstep: the console does not keep up; output is left out here and is whole in the log files]\n"
+_DISCARDED = b"\n[lockstep: the console is too slow; output is left out here. The log files have all of it]\n"
 
 
 class NonblockingOutput:
     def __init__(self) -> None:
-        self._kept: list[tuple[int, bytes]] = []
-        self._bytes = 0
-        self._full = False
+        self._queue: list[tuple[int, bytes]] = []
+        self._queued_bytes = 0
+        self._is_discarding = False
         self._closed: set[int] = set()
 
     @property
     def has_unsent(self) -> bool:
-        return bool(self._kept)
+        return bool(self._queue)
 
     def write(self, descriptor: int, data: bytes) -> None:
         if descriptor in self._closed or not data:
             return
-        if self._bytes > _MOST_KEPT:
-            if not self._full:
-                self._full = True
-                self._kept.append((descriptor, _LEFT_OUT))
+        if self._queued_bytes > _MAX_QUEUED_BYTES:
+            if not self._is_discarding:
+                self._is_discarding = True
+                self._queue.append((descriptor, _DISCARDED))
             return
-        self._kept.append((descriptor, data))
-        self._bytes += len(data)
+        self._queue.append((descriptor, data))
+        self._queued_bytes += len(data)
         self.flush()
 
     def flush(self, timeout_s: float = 0.0) -> None:
-        """Write what can be written. Output stays in order across both descriptors: they may be one terminal."""
+        """Write what can be written. The order is kept across both descriptors, because both may be one terminal."""
         deadline = time.monotonic() + timeout_s
-        while self._kept:
-            descriptor, data = self._kept[0]
-            if not _takes_more(descriptor, deadline):
+        while self._queue:
+            descriptor, data = self._queue[0]
+            if not _is_writable(descriptor, deadline):
                 return
             written = len(data)
             try:
-                written = os.write(descriptor, data[:_CHUNK])
+                written = os.write(descriptor, data[:_CHUNK_BYTES])
             except BlockingIOError:
                 return
-            except OSError:  # nobody will read it any more
+            except OSError:  # the reader is gone
                 self._closed.add(descriptor)
-            self._bytes -= written
+            self._queued_bytes -= written
             if written < len(data):
-                self._kept[0] = (descriptor, data[written:])
+                self._queue[0] = (descriptor, data[written:])
             else:
-                self._kept.pop(0)
-        self._bytes, self._full = 0, False
+                self._queue.pop(0)
+        self._queued_bytes, self._is_discarding = 0, False
 
 
-def _takes_more(descriptor: int, deadline: float) -> bool:
+def _is_writable(descriptor: int, deadline: float) -> bool:
     poll = select.poll()
     poll.register(descriptor, select.POLLOUT)
-    found = poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
-    return bool(found)
+    return bool(poll.poll(max(0.0, deadline - time.monotonic()) * 1000))

@@ -1,61 +1,51 @@
-"""JSON over local sockets: packets with descriptors for agent, zygote and workers; frames for the door. Knows no meanings."""
+"""Packets: JSON objects over local SOCK_SEQPACKET sockets, with file descriptors if needed. Does not know what a packet means.
+
+The agent exchanges packets with the zygote, with the workers, and with the clients of its control socket.
+"""
 
 from __future__ import annotations
 
 import json
 import socket
-import struct
 from collections.abc import Sequence
 from typing import Any
 
 Packet = dict[str, Any]
-MOST_BYTES = 16 << 20
-MOST_DESCRIPTORS = 96
+MAX_DESCRIPTORS = 96
 """In one packet; the kernel passes up to 253."""
-_PACKET_BYTES = 1 << 20
+_MAX_BYTES = 1 << 20
 
 
-def send(line: socket.socket, packet: Packet, descriptors: Sequence[int] = ()) -> None:
-    """One packet, whole or not at all: OSError where the other side is gone, BlockingIOError where it does not read."""
+def send(connection: socket.socket, packet: Packet, descriptors: Sequence[int] = ()) -> None:
+    """Send one packet, whole or not at all.
+
+    Raises BlockingIOError if the receiver does not read, and another OSError if it is gone or the packet is too large.
+    """
     data = json.dumps(packet).encode()
     if descriptors:
-        socket.send_fds(line, [data], list(descriptors))
+        socket.send_fds(connection, [data], list(descriptors))
     else:
-        line.send(data)
+        connection.send(data)
 
 
-def receive(line: socket.socket) -> tuple[Packet | None, list[int]]:
-    """The next packet and what came with it; None at the end. BlockingIOError: nothing yet. ValueError: no packet of ours."""
-    data, descriptors, _, _ = socket.recv_fds(line, _PACKET_BYTES, MOST_DESCRIPTORS)
-    packet = json.loads(data) if data else None
+def receive(connection: socket.socket) -> Packet | None:
+    """Receive one packet. Returns None if the sender has closed its end. Descriptors that were sent with the packet are refused.
+
+    Raises BlockingIOError if there is no packet yet, another OSError if the connection is broken, and ValueError if the data is
+    not a JSON object or is larger than 1 MiB.
+    """
+    return receive_with_descriptors(connection, 0)[0]
+
+
+def receive_with_descriptors(connection: socket.socket, max_descriptors: int = MAX_DESCRIPTORS) -> tuple[Packet | None, list[int]]:
+    """As ``receive``, with the descriptors that were sent with the packet."""
+    data, descriptors, flags, _ = socket.recv_fds(connection, _MAX_BYTES, max_descriptors)
+    if flags & socket.MSG_TRUNC:
+        raise ValueError(f"a packet has more than {_MAX_BYTES} bytes")
+    try:
+        packet = json.loads(data) if data else None
+    except RecursionError as error:
+        raise ValueError("a packet is nested too deeply") from error
     if packet is not None and not isinstance(packet, dict):
-        raise ValueError("a packet that is no JSON object")
+        raise ValueError("a packet is not a JSON object")
     return packet, descriptors
-
-
-def frame(message: Packet) -> bytes:
-    data = json.dumps(message).encode()
-    return struct.pack("!I", len(data)) + data
-
-
-class Frames:
-    """Takes bytes as they come from a stream, gives whole messages. ValueError: what came is no such stream."""
-
-    def __init__(self) -> None:
-        self._bytes = bytearray()
-
-    def feed(self, data: bytes) -> list[Packet]:
-        self._bytes += data
-        messages: list[Packet] = []
-        while len(self._bytes) >= 4:
-            (size,) = struct.unpack_from("!I", self._bytes)
-            if size > MOST_BYTES:
-                raise ValueError(f"a message of {size} bytes; at most {MOST_BYTES} are taken")
-            if len(self._bytes) < 4 + size:
-                break
-            message = json.loads(self._bytes[4 : 4 + size])
-            del self._bytes[: 4 + size]
-            if not isinstance(message, dict):
-                raise ValueError("a message that is no JSON object")
-            messages.append(message)
-        return messages

@@ -1,4 +1,4 @@
-"""RunDir: the folder of one run, for its user alone, and what lies where in it. Knows nothing of processes."""
+"""RunFolder: the folder of one run and the paths in it, readable by its user alone. Knows nothing of processes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 from lockstep.errors import UsageError
 
 _PATH_BYTES = 100
-"""A unix socket's path may have 107; leave room for what a test or a shell adds."""
+"""The path of a unix socket may have 107 bytes."""
 
 
 class RunFolder:
-    """Make with ``create``. ``events.jsonl`` grows by ``record``; it is written without buffering, so a kill loses nothing."""
+    """Made by ``create``. ``record`` appends to ``events.jsonl`` without buffering: a killed agent loses no entry."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -25,23 +25,26 @@ class RunFolder:
         self._events = os.open(path / "events.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 
     @staticmethod
-    def create(wanted: str | None, now: float) -> RunFolder:
-        """Make ``wanted``, or a folder named by time and process under ./lockstep-runs. What an earlier run left is moved aside."""
+    def create(requested: str | None, now: float) -> RunFolder:
+        """Make the folder ``requested``, or one named by time and pid under ./lockstep-runs. Moves files of an earlier run aside.
+
+        Raises UsageError if the folder cannot be made, or if another run uses it now.
+        """
         name = time.strftime("%Y%m%d-%H%M%S", time.localtime(now)) + f"-{os.getpid()}"
-        path = Path(wanted) if wanted is not None else Path("lockstep-runs") / name
+        path = Path(requested) if requested is not None else Path("lockstep-runs") / name
         path = Path(os.path.abspath(path))
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.mkdir(mode=0o700, exist_ok=True)
             path.chmod(0o700)
-            if is_answering(path):
-                raise UsageError(f"a run is going on in {path} (its agent.sock answers). Wait for it, or choose another --run-dir.")
+            if _has_running_agent(path):
+                raise UsageError(f"another run uses {path} (its agent.sock answers). Wait for it, or choose another --run-dir.")
             _move_aside(path)
             (path / "workers").mkdir(mode=0o700)
             return RunFolder(path)
         except OSError as error:
             raise UsageError(
-                f"the run directory {path} cannot be made ({error.strerror}: {error.filename}). Choose another with --run-dir DIR."
+                f"the run folder {path} cannot be made ({error.strerror}: {error.filename}). Choose another one with --run-dir DIR."
             ) from error
 
     def worker(self, id: int) -> Path:
@@ -63,7 +66,7 @@ class RunFolder:
 
     @property
     def address(self) -> str:
-        """A path to ``agent.sock`` that fits into a socket address, for this process and the workers."""
+        """A path of ``agent.sock`` that fits into a socket address."""
         return _short(self.socket_path, f"/proc/{os.getpid()}/fd/{self._folder}")
 
     def record(self, kind: str, **facts: Any) -> None:
@@ -71,32 +74,32 @@ class RunFolder:
         try:
             os.write(self._events, line.encode() + b"\n")
         except OSError:
-            pass  # a disk that is full must not end the run; the logs, which share it, say so on the console
+            pass  # a full disk must not end the run; the logs are on the same disk and say so on the console
 
     def close(self) -> None:
         self.socket_path.unlink(missing_ok=True)
-        for store in self.path.glob("store*"):  # where workers met
+        for store in self.path.glob("store*"):  # the files in which workers found each other
             store.unlink(missing_ok=True)
         os.close(self._folder)
         os.close(self._events)
 
 
 def connect(path: Path, timeout_s: float) -> socket.socket:
-    """A connection to the agent of the run in ``path``; OSError where there is none."""
+    """Connect to the control socket of the run in ``path``. Raises OSError if no agent listens there."""
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        line.settimeout(timeout_s)
-        line.connect(_short(path / "agent.sock", f"/proc/self/fd/{folder}"))
+        connection.settimeout(timeout_s)
+        connection.connect(_short(path / "agent.sock", f"/proc/self/fd/{folder}"))
     except OSError:
-        line.close()
+        connection.close()
         raise
     finally:
         os.close(folder)
-    return line
+    return connection
 
 
-def is_answering(path: Path) -> bool:
+def _has_running_agent(path: Path) -> bool:
     try:
         connect(path, 1.0).close()
     except OSError:
@@ -110,7 +113,7 @@ def _short(path: Path, folder: str) -> str:
 
 def _move_aside(path: Path) -> None:
     (path / "agent.sock").unlink(missing_ok=True)
-    for store in path.glob("store*"):  # one that is left would let workers meet those of a run before
+    for store in path.glob("store*"):  # with an old store, workers would find those of the earlier run
         store.unlink()
     left = [entry for name in ("events.jsonl", "workers", "ledger", "zygote.txt") if (entry := path / name).exists()]
     if not left:

@@ -1,4 +1,4 @@
-"""What a forked process does: becomes a worker, runs the script, tells the agent how it ended. Knows no other worker."""
+"""What a worker process does: take its descriptors, run the script, report to the agent how it ended. Knows no other worker."""
 
 from __future__ import annotations
 
@@ -18,129 +18,129 @@ import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from lockstep.launch import packets
 from lockstep.launch.linux import die_with_parent
 
 step_now: Callable[[], int] | None = None
-"""Set by whoever counts steps in this process: a failure is reported with the step it happened in."""
+"""lockstep.Run sets this in its process: returns the current step, which is reported if the script raises."""
 
 STACK_SIGNAL = signal.SIGRTMAX - 3
-"""Makes a worker write its stack, even one that runs in circles or waits for a lock. Scripts use the others."""
-_TRACEBACK_BYTES = 60_000
+"""Makes a worker write its stack, even if it loops or waits for a lock. The other real-time signals are left to scripts."""
+_MAX_TRACEBACK_CHARS = 60_000
 _UNKNOWN_STEP = -1
 
 
 @dataclass(frozen=True)
-class Job:
-    """What every worker of a run runs."""
+class Entrypoint:
+    """What every worker of a run executes: a script or a module."""
 
     script: str | None
     module: str | None
     args: tuple[str, ...]
-    agent: int
-    first_path: str
-    """sys.path[0], as python itself would set it."""
-    restore: dict[str, str | None]
-    """Variables that the zygote has changed for itself, as the user had them."""
+    sys_path_0: str
+    """As Python itself would set it."""
 
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """What one worker has of its own. Descriptors: its line to the agent, its output."""
+    """What is particular to one worker. ``env`` is added to the user's environment."""
 
     id: int
     env: dict[str, str]
     threads: int
-    line: int
+
+
+class Descriptors(NamedTuple):
+    """The worker's ends of its socket to the agent and of its output pipes."""
+
+    agent: int
     stdout: int
     stderr: int
 
 
-def become(place: WorkerSpec, agent: int) -> None:
-    """In the forked process, first of all: wait for the agent to be the parent, and take on what is this worker's own."""
+def become_worker(descriptors: Descriptors, agent_pid: int) -> None:
+    """The first call in the forked process: wait until the agent is its parent, and take its own signals and output."""
     deadline = time.monotonic() + 30
     parent = os.getppid()
-    while os.getppid() == parent != agent:  # the process in between is about to exit
+    while os.getppid() == parent != agent_pid:  # the parent is about to exit; then the agent adopts this process
         if time.monotonic() > deadline:
             os._exit(1)
         time.sleep(0.0002)
-    die_with_parent(agent)
+    die_with_parent(agent_pid)
     for number in (signal.SIGTERM, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    os.dup2(place.stdout, 1)
-    os.dup2(place.stderr, 2)
-    os.close(place.stdout)
-    os.close(place.stderr)
-    os.set_inheritable(place.line, True)
+    for target, source in ((1, descriptors.stdout), (2, descriptors.stderr)):
+        os.dup2(source, target)
+        os.close(source)
+    os.set_inheritable(descriptors.agent, True)
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
 
-def work(job: Job, place: WorkerSpec) -> int:
-    """Run the script; returns the code to leave with. The line is dupped: the script may close its own."""
-    line = socket.socket(fileno=os.dup(place.line))
+def run_script(entrypoint: Entrypoint, spec: WorkerSpec, restored_env: dict[str, str | None], agent: int) -> int:
+    """Run the script and report its end to the agent; returns the exit code. ``restored_env``: variables the zygote changed."""
+    connection = socket.socket(fileno=os.dup(agent))  # the script may close its own
     pid = os.getpid()
-    for name, value in job.restore.items():
+    for name, value in restored_env.items():
         os.environ.pop(name, None)
         if value is not None:
             os.environ[name] = value
-    os.environ.update(place.env, LOCKSTEP_AGENT_FD=str(place.line))
-    stack = open(Path(place.env["LOCKSTEP_RUN_DIR"]) / "workers" / str(place.id) / "stack.txt", "w")  # noqa: SIM115 - open to the end
+    os.environ.update(spec.env, LOCKSTEP_AGENT_FD=str(agent))
+    stack = open(Path(spec.env["LOCKSTEP_RUN_DIR"]) / "workers" / str(spec.id) / "stack.txt", "w")  # noqa: SIM115 - open to the end
     faulthandler.register(STACK_SIGNAL, stack, all_threads=True)
-    _settle_libraries(place.threads)
+    _set_up_libraries(spec.threads)
+    report: packets.Packet = {"type": "finished", "code": 0}
     try:
-        _run_as_main(job)
-        report: packets.Packet = {"type": "finished", "code": 0}
-    except SystemExit as leaving:
-        code, text = _meaning(leaving.code)
+        _run_as_main(entrypoint)
+    except SystemExit as exit:
+        code, text = _exit_code(exit.code)
         if text is not None:
             print(text, file=sys.stderr)
-        report = {"type": "finished", "code": 0}
         if code != 0:
-            shown = text if text is not None else code
-            report = {"type": "failed", "error": f"SystemExit: {shown}"[:2000], "traceback": "", "step": _step(), "code": code}
-    except BaseException as error:  # noqa: BLE001 - becomes an event of the agent, and this process's exit code
+            error = f"SystemExit: {code if text is None else text}"[:2000]
+            report = {"type": "failed", "error": error, "traceback": "", "step": _step(), "code": code}
+    except BaseException as error:  # noqa: BLE001 - becomes an event of the agent, and the exit code of this process
         report = _failure(error)
     _flush()
     if os.getpid() == pid:
         try:
-            packets.send(line, report)
+            packets.send(connection, report)
         except OSError:
-            print(report.get("traceback", ""), file=sys.stderr)  # nobody hears us, but the log may
-    elif report["type"] == "failed":  # a process that the script has forked and that came up here
+            print(report.get("traceback", ""), file=sys.stderr)  # the agent does not read, but the log may
+    elif report["type"] == "failed":  # a process that the script has forked and that returned here
         print(report["traceback"], file=sys.stderr)
-    line.close()
+    connection.close()
     code = report["code"]
     assert isinstance(code, int)
     return code
 
 
-def leave(code: int) -> NoReturn:
-    """End the process as the interpreter does: threads are joined, exit handlers run, files written.
+def exit_process(code: int) -> NoReturn:
+    """Exit as the interpreter does: join threads, run exit handlers, flush files.
 
-    But what was imported before the fork is not taken apart: that takes half a second, for which others would wait.
+    But do not destroy the modules that were imported before the fork: that takes half a second, and other workers would wait.
     """
     for finish in (threading._shutdown, atexit._run_exitfuncs):  # type: ignore[attr-defined]
         try:
             finish()
-        except BaseException:  # noqa: BLE001 - as at the end of any process: shown, and the end goes on
+        except BaseException:  # noqa: BLE001 - as at the end of any Python process: printed, and the exit continues
             traceback.print_exc()
-    everything = gc.get_objects()
+    objects = gc.get_objects()
     for kinds in ((io.TextIOWrapper,), (io.BufferedWriter, io.BufferedRandom)):
-        for each in everything:
+        for each in objects:
             if issubclass(type(each), kinds):
                 _flush(each)
     _flush()
     os._exit(code)
 
 
-def _settle_libraries(threads: int) -> None:
-    """As in a process of its own: threads as asked for, random numbers of its own (``random`` sees to itself)."""
+def _set_up_libraries(threads: int) -> None:
+    """Undo what the fork shares: give this process its threads and its own random seeds. ``random`` reseeds itself."""
     torch: Any = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(threads)
@@ -150,19 +150,19 @@ def _settle_libraries(threads: int) -> None:
         numpy_random.seed()
 
 
-def _run_as_main(job: Job) -> None:
-    """As ``python script.py`` or ``python -m module``: the module stays ``__main__`` until the process ends."""
+def _run_as_main(entrypoint: Entrypoint) -> None:
+    """As ``python script.py`` or ``python -m module``. The module stays ``__main__`` until the process exits."""
     main = types.ModuleType("__main__")
     main.__dict__["__builtins__"] = __builtins__
     sys.modules["__main__"] = main
-    if job.script is not None:
-        sys.argv = [job.script, *job.args]
-        main.__file__ = os.path.abspath(job.script)
-        code = compile(Path(job.script).read_bytes(), main.__file__, "exec", dont_inherit=True)
+    if entrypoint.script is not None:
+        sys.argv = [entrypoint.script, *entrypoint.args]
+        main.__file__ = os.path.abspath(entrypoint.script)
+        code = compile(Path(entrypoint.script).read_bytes(), main.__file__, "exec", dont_inherit=True)
     else:
-        assert job.module is not None
-        sys.argv = ["-m", *job.args]
-        spec = _main_spec(job.module)
+        assert entrypoint.module is not None
+        sys.argv = ["-m", *entrypoint.args]
+        spec = _main_spec(entrypoint.module)
         main.__spec__, main.__loader__, main.__file__ = spec, spec.loader, spec.origin
         main.__package__ = spec.parent
         sys.argv[0] = spec.origin or "-m"
@@ -171,7 +171,7 @@ def _run_as_main(job: Job) -> None:
 
 
 def _main_spec(name: str) -> Any:
-    """The module to run: of a package, its ``__main__``."""
+    """The spec of the module to run. For a package, this is its ``__main__``."""
     try:
         spec = importlib.util.find_spec(name)
     except ModuleNotFoundError as error:
@@ -179,12 +179,12 @@ def _main_spec(name: str) -> Any:
     if spec is not None and spec.submodule_search_locations is not None:
         return _main_spec(f"{name}.__main__")
     if spec is None or not hasattr(spec.loader, "get_code"):
-        raise SystemExit(f"No module named {name} that could be run: sys.path is {sys.path}.")
+        raise SystemExit(f"No module named {name} can be run: sys.path is {sys.path}.")
     return spec
 
 
-def _meaning(code: object) -> tuple[int, str | None]:
-    """sys.exit's argument -> (exit code, what goes to stderr)."""
+def _exit_code(code: object) -> tuple[int, str | None]:
+    """The argument of sys.exit -> (exit code, what Python prints to stderr)."""
     if code is None:
         return 0, None
     if isinstance(code, int):
@@ -195,13 +195,13 @@ def _meaning(code: object) -> tuple[int, str | None]:
 def _failure(error: BaseException) -> packets.Packet:
     trace = error.__traceback__
     while trace is not None and os.path.dirname(trace.tb_frame.f_code.co_filename) == os.path.dirname(__file__):
-        trace = trace.tb_next  # the user's part begins below ours
+        trace = trace.tb_next  # skip our own frames
     error.__traceback__ = trace
     if sys.excepthook is not sys.__excepthook__:
         sys.excepthook(type(error), error, trace)
     text = "".join(traceback.format_exception(error))
-    if len(text) > _TRACEBACK_BYTES:
-        text = text[: _TRACEBACK_BYTES // 4] + "\n...\n" + text[-_TRACEBACK_BYTES * 3 // 4 :]
+    if len(text) > _MAX_TRACEBACK_CHARS:
+        text = text[: _MAX_TRACEBACK_CHARS // 4] + "\n...\n" + text[-_MAX_TRACEBACK_CHARS * 3 // 4 :]
     last = "".join(traceback.format_exception_only(error)).strip()
     code = 130 if isinstance(error, KeyboardInterrupt) else 1
     return {"type": "failed", "error": last[:2000], "traceback": text, "step": _step(), "code": code}

@@ -1,4 +1,7 @@
-"""Fleet: the workers as processes: started, heard, reaped, and none left behind. Knows no meaning of packets, decides nothing."""
+"""WorkerProcesses: starts the worker processes, reads their packets and output, signals and reaps them, and leaves none behind.
+
+Does not know what packets mean, and decides nothing.
+"""
 
 from __future__ import annotations
 
@@ -7,214 +10,225 @@ import selectors
 import signal
 import socket
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from lockstep.launch import linux, packets
-from lockstep.launch.worker import Job
+from lockstep.launch.worker import Entrypoint, WorkerSpec
 from lockstep.launch.zygote_client import ZygoteClient
 
-_AT_ONCE = packets.MOST_DESCRIPTORS // 3
+_WORKERS_PER_REQUEST = packets.MAX_DESCRIPTORS // 3
 _READ_BYTES = 1 << 16
-_MOST_READS = 64
-_REAP_S = 5.0
+_MAX_READS = 64
+_REAP_TIMEOUT_S = 5.0
 
 
-class Listener(Protocol):
-    def heard(self, worker: int, packet: packets.Packet) -> None: ...
-    def wrote(self, worker: int, stream: int, data: bytes) -> None:
-        """``stream``: 1 or 2."""
+class WorkerObserver(Protocol):
+    def on_packet(self, worker: int, packet: packets.Packet) -> None: ...
 
-    def ended(self, worker: int, status: int) -> None:
-        """Its process is gone, all it said was handed on. ``status``: its exit code, or minus the signal."""
+    def on_output(self, worker: int, stream: int, data: bytes) -> None:
+        """``stream``: 1 for stdout, 2 for stderr."""
 
-    def not_started(self, workers: list[int], why: str, *, is_hopeless: bool) -> None:
-        """They have no process and will get none. Hopeless: nor will any other."""
+    def on_exit(self, worker: int, pid: int, status: int) -> None:
+        """The process is gone, and all its packets and output were passed on. ``status``: its exit code, or minus the signal."""
 
-
-@dataclass(frozen=True)
-class Wanted:
-    id: int
-    env: dict[str, str]
-    threads: int
+    def on_not_started(self, workers: list[int], why: str, *, is_fatal: bool) -> None:
+        """These workers have no process and will get none. ``is_fatal``: neither will any other."""
 
 
 @dataclass
-class Child:
-    wanted: Wanted
-    line: socket.socket
+class WorkerProcess:
+    """The agent's side of one worker. ``outputs``: the agent's end of a pipe -> 1 or 2. ``pid`` is None until it is forked."""
+
+    spec: WorkerSpec
+    connection: socket.socket
     outputs: dict[int, int]
-    """Our end of a pipe -> 1 or 2."""
     pid: int | None = None
 
     @property
     def id(self) -> int:
-        return self.wanted.id
+        return self.spec.id
 
 
 class WorkerProcesses:
-    """``prepare`` once; then ``spawn``. All else happens when the selector sees something and its data is called."""
+    """Call ``start_zygote`` once, then ``spawn``. The observer is called when the selector sees something, and by ``reap``."""
 
-    def __init__(self, selector: selectors.BaseSelector, listener: Listener, zygote_log: Path) -> None:
-        self.children: dict[int, Child] = {}
-        self._selector, self._listener = selector, listener
-        self._nursery = ZygoteClient(selector, self, zygote_log)
+    def __init__(
+        self,
+        selector: selectors.BaseSelector,
+        observer: WorkerObserver,
+        zygote_log: Path,
+        entrypoint: Entrypoint,
+        preload: Sequence[str],
+    ) -> None:
+        self._processes: dict[int, WorkerProcess] = {}
+        self._selector, self._observer = selector, observer
+        self._zygote = ZygoteClient(selector, self, zygote_log, entrypoint, preload)
         linux.adopt_orphans()
 
-    def prepare(self, job: Job, preload: list[str]) -> None:
-        """Start importing; nothing waits for it."""
-        self._nursery.prepare(job, preload)
+    def start_zygote(self) -> None:
+        """Start importing torch in the background."""
+        self._zygote.start()
 
-    def spawn(self, wanted: list[Wanted]) -> None:
-        """Start workers, several with one request: they are forked one after the other, without a word between."""
-        for at in range(0, len(wanted), _AT_ONCE):
-            some = wanted[at : at + _AT_ONCE]
-            self._nursery.ask_for([asdict(each) for each in some], [end for each in some for end in self._open(each)])
+    @property
+    def ids(self) -> list[int]:
+        """The workers that are running or being started."""
+        return list(self._processes)
 
-    def send(self, id: int, packet: packets.Packet) -> bool:
-        """False where it is gone, or reads nothing any more."""
-        child = self.children.get(id)
-        if child is None:
-            return False
-        try:
-            packets.send(child.line, packet)
-        except OSError:
-            return False
-        return True
+    def pid(self, id: int) -> int | None:
+        process = self._processes.get(id)
+        return None if process is None else process.pid
+
+    def spawn(self, specs: Sequence[WorkerSpec]) -> None:
+        """Start workers, many with one request to the zygote."""
+        for first in range(0, len(specs), _WORKERS_PER_REQUEST):
+            some = specs[first : first + _WORKERS_PER_REQUEST]
+            self._zygote.fork(some, [descriptor for spec in some for descriptor in self._open(spec)])
+
+    def send(self, id: int, packet: packets.Packet) -> None:
+        """The packet is discarded if the worker is gone or does not read."""
+        process = self._processes.get(id)
+        if process is not None:
+            try:
+                packets.send(process.connection, packet)
+            except OSError:
+                pass
 
     def signal(self, id: int, number: int) -> None:
-        child = self.children.get(id)
-        if child is not None and child.pid is not None:
-            os.kill(child.pid, number)  # not reaped, so the number is its own
+        pid = self.pid(id)
+        if pid is not None:
+            os.kill(pid, number)  # it is not reaped, so no other process can have this pid
 
-    def give_up_unborn(self) -> None:
-        """Whoever has no process yet will get none: the zygote ends."""
-        unborn = [child for child in self.children.values() if child.pid is None]
-        if unborn:
-            self._nursery.shut()
-        for child in unborn:
-            self._forget(child)
+    def cancel_unstarted(self) -> None:
+        """Workers that have no process yet will get none: the zygote is killed."""
+        unstarted = [process for process in self._processes.values() if process.pid is None]
+        if unstarted:
+            self._zygote.kill_current()
+        for process in unstarted:
+            self._remove(process)
 
     def reap(self) -> None:
-        """Children have ended. Each one's last words come before the news of its end."""
-        for child in list(self.children.values()):
-            if child.pid is None:
+        """Find the processes that have ended. Passes on the last packets and output of each, then its exit."""
+        for process in list(self._processes.values()):
+            if process.pid is None:
                 continue
             try:
-                pid, status = os.waitpid(child.pid, os.WNOHANG)
+                pid, status = os.waitpid(process.pid, os.WNOHANG)
             except ChildProcessError:
-                continue  # the process between it and the zygote has not exited: a signal will come when it is ours
+                continue  # the intermediate process has not exited yet: SIGCHLD will come when the worker is our child
             if pid == 0:
                 continue
-            self._hear(child)
-            for output in list(child.outputs):
-                self._read(child, output)
-            self._forget(child)
-            self._listener.ended(child.id, os.waitstatus_to_exitcode(status))
-        self._end_orphans()
+            self._read_packets(process)
+            for output in list(process.outputs):
+                self._read_output(process, output)
+            self._remove(process)
+            self._observer.on_exit(process.id, pid, os.waitstatus_to_exitcode(status))
+        self._kill_orphans()
 
     def close(self) -> None:
-        """Kill and reap everything below this process. May be called twice."""
+        """Kill and reap all descendants of this process. May be called twice."""
         self.kill_all()
-        deadline = time.monotonic() + _REAP_S
+        deadline = time.monotonic() + _REAP_TIMEOUT_S
         while (pids := linux.children()) and time.monotonic() < deadline:
             for pid in pids:
                 _kill_and_reap(pid)
             time.sleep(0.001)
-        for child in list(self.children.values()):
-            self._forget(child)
-        self._nursery.close()
+        for process in list(self._processes.values()):
+            self._remove(process)
+        self._zygote.close()
 
     def kill_all(self) -> None:
         """SIGKILL to every worker, the zygote, and what they have started."""
-        self._nursery.kill_groups()
-        for child in self.children.values():
-            self.signal(child.id, signal.SIGKILL)
+        self._zygote.kill_process_groups()
+        for id in self._processes:
+            self.signal(id, signal.SIGKILL)
 
-    # -- births ----------------------------------------------------------------------------------
+    # -- called by the zygote client -------------------------------------------------------------
 
-    def born(self, id: int, pid: int) -> None:
-        child = self.children.get(id)
-        if child is not None:
-            child.pid = pid
-            self.reap()  # it may have ended before we knew it
+    def worker_started(self, id: int, pid: int) -> None:
+        process = self._processes.get(id)
+        if process is not None:
+            process.pid = pid
+            self.reap()  # the process may have ended before its pid was known
 
-    def orphaned(self, ids: list[int]) -> None:
-        unborn = [self.children[id] for id in ids if id in self.children]
-        for child in unborn:
-            self._forget(child)
-        self.spawn([child.wanted for child in unborn])
+    def zygote_died(self, ids: list[int]) -> None:
+        unstarted = [self._processes[id] for id in ids if id in self._processes]
+        for process in unstarted:
+            self._remove(process)
+        self.spawn([process.spec for process in unstarted])
 
-    def stillborn(self, ids: list[int], why: str, *, is_hopeless: bool) -> None:
-        for child in [self.children[id] for id in ids if id in self.children]:
-            self._forget(child)
-        self._listener.not_started(ids, why, is_hopeless=is_hopeless)
+    def workers_not_started(self, ids: list[int], why: str, *, is_fatal: bool) -> None:
+        for process in [self._processes[id] for id in ids if id in self._processes]:
+            self._remove(process)
+        self._observer.on_not_started(ids, why, is_fatal=is_fatal)
 
-    def _open(self, wanted: Wanted) -> tuple[int, int, int]:
-        """Our ends of a worker's line and output are listened to; the other ends are returned."""
-        line, line_theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        line.setblocking(False)
-        (out, out_theirs), (err, err_theirs) = os.pipe(), os.pipe()
-        child = Child(wanted, line, {out: 1, err: 2})
-        self.children[wanted.id] = child
-        self._selector.register(line, selectors.EVENT_READ, lambda: self._hear(child))
-        for output in child.outputs:
+    # -- one worker ------------------------------------------------------------------------------
+
+    def _open(self, spec: WorkerSpec) -> tuple[int, int, int]:
+        """Open the socket and the output pipes of a worker, and watch our ends; returns the worker's ends."""
+        connection, remote = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        connection.setblocking(False)
+        (out, remote_out), (err, remote_err) = os.pipe(), os.pipe()
+        process = self._processes[spec.id] = WorkerProcess(spec, connection, {out: 1, err: 2})
+        self._selector.register(connection, selectors.EVENT_READ, lambda: self._read_packets(process))
+        for output in process.outputs:
             os.set_blocking(output, False)
-            self._selector.register(output, selectors.EVENT_READ, lambda output=output: self._read(child, output))
-        return line_theirs.detach(), out_theirs, err_theirs
+            self._selector.register(output, selectors.EVENT_READ, lambda output=output: self._read_output(process, output))
+        return remote.detach(), remote_out, remote_err
 
-    # -- workers ---------------------------------------------------------------------------------
-
-    def _hear(self, child: Child) -> None:
-        while child.line.fileno() >= 0:
+    def _read_packets(self, process: WorkerProcess) -> None:
+        while process.connection.fileno() >= 0:
             try:
-                packet, _ = packets.receive(child.line)
+                packet = packets.receive(process.connection)
             except BlockingIOError:
                 return
             except OSError:
                 packet = None
             except ValueError:
-                continue  # no JSON: a script wrote to a descriptor that is not its own
+                continue  # the script wrote something else to this socket
             if packet is None:
-                self._selector.unregister(child.line)
-                child.line.close()
+                self._close_connection(process)
             else:
-                self._listener.heard(child.id, packet)
+                self._observer.on_packet(process.id, packet)
 
-    def _read(self, child: Child, output: int) -> None:
-        for _ in range(_MOST_READS):
-            if output not in child.outputs:
+    def _read_output(self, process: WorkerProcess, output: int) -> None:
+        for _ in range(_MAX_READS):
+            if output not in process.outputs:
                 return  # closed since the selector saw it
             try:
                 data = os.read(output, _READ_BYTES)
             except BlockingIOError:
                 return
             if not data:
-                self._close_output(child, output)
+                self._close_output(process, output)
                 return
-            self._listener.wrote(child.id, child.outputs[output], data)
+            self._observer.on_output(process.id, process.outputs[output], data)
 
-    def _close_output(self, child: Child, output: int) -> None:
-        del child.outputs[output]
+    def _close_output(self, process: WorkerProcess, output: int) -> None:
+        del process.outputs[output]
         self._selector.unregister(output)
         os.close(output)
 
-    def _forget(self, child: Child) -> None:
-        if child.line.fileno() >= 0:
-            self._selector.unregister(child.line)
-            child.line.close()
-        for output in list(child.outputs):
-            self._close_output(child, output)
-        self.children.pop(child.id, None)
+    def _close_connection(self, process: WorkerProcess) -> None:
+        if process.connection.fileno() >= 0:
+            self._selector.unregister(process.connection)
+            process.connection.close()
 
-    def _end_orphans(self) -> None:
-        """What a dead worker has left behind became our child: data loaders, say."""
-        if self._nursery.is_expecting:
-            return  # a worker may be our child before we were told
-        ours = {*self._nursery.pids, *(child.pid for child in self.children.values())}
+    def _remove(self, process: WorkerProcess) -> None:
+        self._close_connection(process)
+        for output in list(process.outputs):
+            self._close_output(process, output)
+        self._processes.pop(process.id, None)
+
+    def _kill_orphans(self) -> None:
+        """Kill what dead workers have left behind, such as data loader processes: orphans become children of the agent."""
+        if self._zygote.is_forking:
+            return  # a worker may be our child before the zygote has reported its pid
+        known = {*self._zygote.pids, *(process.pid for process in self._processes.values())}
         for pid in linux.children():
-            if pid not in ours:
+            if pid not in known:
                 _kill_and_reap(pid)
 
 

@@ -1,16 +1,17 @@
-"""The zygote: imports torch once, and forks workers that have it already. Knows what to import, not what a worker does.
+"""The zygote: a process that imports torch once and forks workers that have it already. Does not know what a worker does.
+
+Hand-written, because multiprocessing's forkserver is the parent of what it forks: if it dies, the agent cannot see how workers end.
 
 Started by the agent as ``python -P -m lockstep.launch.zygote FD AGENT_PID``. Packets on FD:
 
-    agent -> zygote   {"type": "prepare", "preload": [...], "job": {...}}           once, first
+    agent -> zygote   {"type": "prepare", "preload": [...], "entrypoint": {...}, "restored_env": {...}}   once, first
                       {"type": "fork", "workers": [{"id", "env", "threads"}, ...]}   with three descriptors for each worker
-    zygote -> agent   {"type": "ready"}                                              everything is imported
-                      {"type": "forked", "worker": id, "pid": pid}                   it is about to become the agent's child
-                      {"type": "unforked", "workers": [id, ...], "error": text}      of these, whoever was not "forked" will not be
-                      {"type": "unusable", "error": "a sentence"}                    a module cannot be imported, or has threads
+    zygote -> agent   {"type": "forked", "worker": id, "pid": pid}                   the worker is about to become the agent's child
+                      {"type": "not forked", "workers": [id, ...], "error": text}    those of them that were not "forked" before
+                      {"type": "unusable", "error": "a sentence"}                    a module cannot be imported, or starts threads
 
-A fork: zygote -> a process in between -> workers. The one in between exits, and the agent, which adopts
-orphans, becomes the workers' parent: it sees how they end, and they outlive the zygote.
+A fork: zygote -> intermediate process -> workers. The intermediate process exits, and the agent, which adopts
+orphans, becomes the parent of the workers: it sees how they end, and they outlive the zygote.
 A process that has threads is never forked: a lock that another thread holds would stay locked in the child.
 """
 
@@ -26,7 +27,7 @@ from typing import Any
 
 from lockstep.launch import packets
 from lockstep.launch.linux import die_with_parent, threads
-from lockstep.launch.worker import Job, WorkerSpec, become, leave, work
+from lockstep.launch.worker import Descriptors, Entrypoint, WorkerSpec, become_worker, exit_process, run_script
 
 PRELOAD = (
     "torch",
@@ -39,36 +40,36 @@ PRELOAD = (
 
 
 def main() -> None:
-    line, agent = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
-    die_with_parent(agent)
-    prepare, _ = packets.receive(line)
+    connection, agent_pid = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
+    die_with_parent(agent_pid)
+    prepare = packets.receive(connection)
     if prepare is None:
         return
-    job = Job(**{**prepare["job"], "args": tuple(prepare["job"]["args"])})
-    trouble = _import_all(prepare["preload"], job.first_path)
-    if trouble is not None:
-        packets.send(line, {"type": "unusable", "error": trouble})
+    entrypoint = Entrypoint(**{**prepare["entrypoint"], "args": tuple(prepare["entrypoint"]["args"])})
+    error = _import_all(prepare["preload"], entrypoint.sys_path_0)
+    if error is not None:
+        packets.send(connection, {"type": "unusable", "error": error})
         return
-    packets.send(line, {"type": "ready"})
-    place = _serve(line, agent)
-    if place is not None:
+    forked = _serve(connection, agent_pid)
+    if forked is not None:
+        spec, descriptors = forked
         gc.enable()
-        leave(work(job, place))
+        exit_process(run_script(entrypoint, spec, prepare["restored_env"], descriptors.agent))
 
 
-def _import_all(preload: list[str], first_path: str) -> str | None:
-    """Import what workers need; what went wrong, if something did. The collector only costs time while nothing becomes garbage."""
+def _import_all(preload: list[str], sys_path_0: str) -> str | None:
+    """Import what workers need; returns what went wrong, or None. Imports make no garbage, so the collector is off."""
     gc.disable()
     for name in PRELOAD:
         importlib.import_module(name)
-    sys.path.insert(0, first_path)  # only now: a script's folder may hold a file named as one of ours
+    sys.path.insert(0, sys_path_0)  # only now: a file next to the script may have the name of a module above
     for name in preload:
         try:
             importlib.import_module(name)
-        except Exception as error:  # noqa: BLE001 - told to the agent, which ends the run with it
+        except Exception as error:  # noqa: BLE001 - sent to the agent, which ends the run with it
             return (
                 f"--preload {name} cannot be imported: {type(error).__name__}: {error}. "
-                f"Its traceback comes with `python -c 'import {name}'`; correct it, or leave the module out of --preload."
+                f"`python -c 'import {name}'` shows the traceback. Correct the module, or leave it out of --preload."
             )
         if threads() > 1:
             names = ", ".join(t.name for t in threading.enumerate() if t is not threading.main_thread()) or "of a native library"
@@ -79,53 +80,52 @@ def _import_all(preload: list[str], first_path: str) -> str | None:
     return None
 
 
-def _serve(line: socket.socket, agent: int) -> WorkerSpec | None:
-    """Fork as asked until the agent closes its end. Returns in the zygote with None, and in each worker with its place."""
+def _serve(connection: socket.socket, agent_pid: int) -> tuple[WorkerSpec, Descriptors] | None:
+    """Fork as requested until the agent closes its end; then returns None in the zygote. Also returns in each forked worker."""
     while True:
-        request, descriptors = packets.receive(line)
+        request, descriptors = packets.receive_with_descriptors(connection)
         if request is None:
             return None
-        wanted = request["workers"]
+        workers = request["workers"]
         assert threading.active_count() == 1
         assert threads() == 1
         sys.stdout.flush()
         sys.stderr.flush()
         gc.freeze()
         try:
-            between = os.fork()
+            intermediate = os.fork()
         except OSError as error:
-            _tell_unforked(line, wanted, str(error))
-            between = -1
-        if between == 0:
-            place = _fork_each(line, wanted, descriptors)
-            line.close()
-            become(place, agent)
-            return place
+            _report_not_forked(connection, workers, str(error))
+            intermediate = -1
+        if intermediate == 0:
+            spec, own = _fork_each(connection, workers, descriptors)
+            connection.close()
+            become_worker(own, agent_pid)
+            return spec, own
         for descriptor in descriptors:
             os.close(descriptor)
-        if between > 0 and os.waitpid(between, 0)[1] != 0:
-            _tell_unforked(line, wanted, "the process that forks workers ended early")
+        if intermediate > 0 and os.waitpid(intermediate, 0)[1] != 0:
+            _report_not_forked(connection, workers, "the process that forks workers ended early")
 
 
-def _fork_each(line: socket.socket, wanted: list[dict[str, Any]], descriptors: list[int]) -> WorkerSpec:
-    """In the process in between, which ends here. Returns in each worker."""
-    for number, each in enumerate(wanted):
-        mine = descriptors[3 * number : 3 * number + 3]
+def _fork_each(connection: socket.socket, workers: list[dict[str, Any]], descriptors: list[int]) -> tuple[WorkerSpec, Descriptors]:
+    """Runs in the intermediate process, which exits here. Returns in each worker."""
+    for index, worker in enumerate(workers):
+        own = Descriptors(*descriptors[3 * index : 3 * index + 3])
         try:
             pid = os.fork()
         except OSError:
             os._exit(1)
         if pid == 0:
-            for descriptor in descriptors:
-                if descriptor not in mine:
-                    os.close(descriptor)
-            return WorkerSpec(each["id"], each["env"], each["threads"], *mine)
-        packets.send(line, {"type": "forked", "worker": each["id"], "pid": pid})
+            for descriptor in set(descriptors) - set(own):
+                os.close(descriptor)
+            return WorkerSpec(**worker), own
+        packets.send(connection, {"type": "forked", "worker": worker["id"], "pid": pid})
     os._exit(0)
 
 
-def _tell_unforked(line: socket.socket, wanted: list[dict[str, Any]], error: str) -> None:
-    packets.send(line, {"type": "unforked", "workers": [each["id"] for each in wanted], "error": error})
+def _report_not_forked(connection: socket.socket, workers: list[dict[str, Any]], error: str) -> None:
+    packets.send(connection, {"type": "not forked", "workers": [worker["id"] for worker in workers], "error": error})
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Nursery: the zygote as a process: started, asked for workers, replaced when it dies. Knows their numbers, not their lives.
+"""ZygoteClient: starts the zygote, asks it to fork workers, and replaces it if it dies. Knows worker numbers, not what workers do.
 
-The zygote leads a process group of its own, in which workers are born: a terminal's Ctrl-C reaches the agent alone.
-A dead zygote is not reaped before the end: as long as it is a zombie, its group's number belongs to
-nobody else and the group can be killed safely.
+The zygote leads a process group of its own, which its workers inherit: Ctrl-C in a terminal reaches the agent alone.
+A dead zygote is not reaped before the end: while it is a zombie, no other process group can get its number, and
+the group can be killed safely.
 """
 
 from __future__ import annotations
@@ -13,172 +13,179 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import lockstep
 from lockstep.launch import packets
-from lockstep.launch.environment import OURS, THREADS
-from lockstep.launch.worker import Job
+from lockstep.launch.environment import THREAD_VARIABLES, WORKER_VARIABLES
+from lockstep.launch.worker import Entrypoint, WorkerSpec
 
-_MOST_IN_VAIN = 3
-_ASK_TIMEOUT_S = 30.0
+_MAX_FAILED_STARTS = 3
+_SEND_TIMEOUT_S = 30.0
 
 
-class Parent(Protocol):
-    def born(self, id: int, pid: int) -> None: ...
-    def orphaned(self, ids: list[int]) -> None:
-        """The zygote died before it forked these: ask again, with other descriptors."""
+class ZygoteObserver(Protocol):
+    def worker_started(self, id: int, pid: int) -> None: ...
 
-    def stillborn(self, ids: list[int], why: str, *, is_hopeless: bool) -> None:
-        """These cannot be started. Hopeless: no worker ever was."""
+    def zygote_died(self, ids: list[int]) -> None:
+        """The zygote died before it forked these workers. They must be requested again, with new descriptors."""
+
+    def workers_not_started(self, ids: list[int], why: str, *, is_fatal: bool) -> None:
+        """These workers cannot be started. ``is_fatal``: no worker of the run ever was."""
 
 
 @dataclass
-class Zygote:
+class ZygoteProcess:
     process: subprocess.Popen[bytes]
-    line: socket.socket
-    told: set[int] = field(default_factory=set)
-    """Workers it was asked for and has not forked yet."""
+    connection: socket.socket
+    requested: set[int] = field(default_factory=set)
+    """Workers that it was asked for and has not forked yet."""
 
 
 class ZygoteClient:
-    """``prepare`` once; then ``ask_for``. The rest happens when the selector sees something."""
+    """Call ``start`` once, then ``fork``. Everything else happens when the selector sees a packet."""
 
-    def __init__(self, selector: selectors.BaseSelector, parent: Parent, log: Path) -> None:
-        self._selector, self._parent, self._log = selector, parent, log
-        self._zygotes: list[Zygote] = []
-        self._current: Zygote | None = None
-        self._in_vain = 0
-        self._has_borne = False
-        self._env = {name: value for name, value in os.environ.items() if name not in OURS}
-        self._prepare: packets.Packet = {}
+    def __init__(
+        self, selector: selectors.BaseSelector, observer: ZygoteObserver, log: Path, entrypoint: Entrypoint, preload: Sequence[str]
+    ) -> None:
+        self._selector, self._observer, self._log = selector, observer, log
+        self._zygotes: list[ZygoteProcess] = []
+        self._current: ZygoteProcess | None = None
+        self._failed_starts = 0
+        self._has_forked = False
+        self._env = {name: value for name, value in os.environ.items() if name not in WORKER_VARIABLES}
+        restored_env = {name: self._env.get(name) for name in (*THREAD_VARIABLES, "PYTHONHASHSEED", "PYTHONPATH")}
+        self._prepare = {
+            "type": "prepare",
+            "preload": list(preload),
+            "entrypoint": asdict(entrypoint),
+            "restored_env": restored_env,
+        }
+        # One seed for all workers and their replacements: sets of strings have the same order in each.
+        self._env.setdefault("PYTHONHASHSEED", str(int.from_bytes(os.urandom(4), "big")))
+        for name in THREAD_VARIABLES:
+            self._env[name] = "1"  # a library that starts threads when it is imported could not be forked
+        source = str(Path(lockstep.__file__).parents[1])
+        if source not in [os.path.abspath(path) for path in sys.path[1:]]:
+            self._env["PYTHONPATH"] = os.pathsep.join(filter(None, (source, self._env.get("PYTHONPATH"))))
 
     @property
-    def is_expecting(self) -> bool:
-        return any(zygote.told for zygote in self._zygotes)
+    def is_forking(self) -> bool:
+        """Whether a worker was requested that the zygote has not reported as forked."""
+        return any(zygote.requested for zygote in self._zygotes)
 
     @property
     def pids(self) -> list[int]:
+        """Of all zygotes so far, dead ones included."""
         return [zygote.process.pid for zygote in self._zygotes]
 
-    def prepare(self, job: Job, preload: list[str]) -> None:
-        """Start importing; nothing waits for it."""
-        for name in (*THREADS, "PYTHONHASHSEED", "PYTHONPATH"):
-            job.restore[name] = self._env.get(name)
-        # One seed for all: sets of texts have the same order in every worker, a replacement's too.
-        self._env.setdefault("PYTHONHASHSEED", str(int.from_bytes(os.urandom(4), "big")))
-        for name in THREADS:
-            self._env[name] = "1"  # a library that starts threads when imported could not be forked
-        home = str(Path(lockstep.__file__).parents[1])
-        if home not in [os.path.abspath(path) for path in sys.path[1:]]:
-            self._env["PYTHONPATH"] = os.pathsep.join(filter(None, (home, self._env.get("PYTHONPATH"))))
-        self._prepare = {"type": "prepare", "preload": preload, "job": asdict(job)}
-        self._start()
-
-    def ask_for(self, wanted: list[dict[str, Any]], descriptors: list[int]) -> None:
-        """Three descriptors for each, which are closed here: line, stdout, stderr."""
-        zygote = self._current or self._start()
-        zygote.told.update(each["id"] for each in wanted)
-        zygote.line.settimeout(_ASK_TIMEOUT_S)  # it takes hundreds of requests before one could block
-        try:
-            packets.send(zygote.line, {"type": "fork", "workers": wanted}, descriptors)
-        except OSError:
-            pass  # it is dead: when that is noticed, another one is asked
-        zygote.line.setblocking(False)
-        for descriptor in descriptors:
-            os.close(descriptor)
-
-    def shut(self) -> None:
-        """The current zygote ends, with whatever it was asked for."""
-        if self._current is not None:
-            os.kill(self._current.process.pid, signal.SIGKILL)
-            self._current.told.clear()
-            self._drop(self._current)
-
-    def kill_groups(self) -> None:
-        for pid in self.pids:
-            try:
-                os.killpg(pid, signal.SIGKILL)
-            except (ProcessLookupError, PermissionError):
-                pass  # nobody is left in it
-
-    def close(self) -> None:
-        """After all processes were reaped."""
-        for zygote in self._zygotes:
-            zygote.process.returncode = 0  # subprocess need not look for it
-        if self._current is not None:
-            self._drop(self._current)
-        self._zygotes = []
-
-    def _start(self) -> Zygote:
-        line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    def start(self) -> ZygoteProcess:
+        """Start a zygote. It imports torch in the background."""
+        connection, remote = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-        command = [sys.executable, *flags, "-P", "-m", "lockstep.launch.zygote", str(theirs.fileno()), str(os.getpid())]
-        with open(self._log, "ab") as log, theirs:
+        command = [sys.executable, *flags, "-P", "-m", "lockstep.launch.zygote", str(remote.fileno()), str(os.getpid())]
+        with open(self._log, "ab") as log, remote:
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 env=self._env,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[remote.fileno()],
                 process_group=0,
             )
-        zygote = self._current = Zygote(process, line)
+        zygote = self._current = ZygoteProcess(process, connection)
         self._zygotes.append(zygote)
-        packets.send(line, self._prepare)
-        line.setblocking(False)
-        self._selector.register(line, selectors.EVENT_READ, lambda: self._hear(zygote))
+        packets.send(connection, self._prepare)
+        connection.setblocking(False)
+        self._selector.register(connection, selectors.EVENT_READ, lambda: self._on_packet(zygote))
         return zygote
 
-    def _hear(self, zygote: Zygote) -> None:
+    def fork(self, specs: Sequence[WorkerSpec], descriptors: Sequence[int]) -> None:
+        """Request workers. Three descriptors for each (worker.Descriptors), which are closed here."""
+        zygote = self._current or self.start()
+        zygote.requested.update(spec.id for spec in specs)
+        zygote.connection.settimeout(_SEND_TIMEOUT_S)  # the socket takes hundreds of requests before it would block
+        try:
+            packets.send(zygote.connection, {"type": "fork", "workers": [asdict(spec) for spec in specs]}, descriptors)
+        except OSError:
+            pass  # the zygote is dead; when the selector sees that, the workers are requested again
+        zygote.connection.setblocking(False)
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+    def kill_current(self) -> None:
+        """Kill the current zygote. The workers that it has not forked are not started."""
+        if self._current is not None:
+            os.kill(self._current.process.pid, signal.SIGKILL)
+            self._current.requested.clear()
+            self._disconnect(self._current)
+
+    def kill_process_groups(self) -> None:
+        """Kill all zygotes, their workers, and what these have started in the same process group."""
+        for pid in self.pids:
+            try:
+                os.killpg(pid, signal.SIGKILL)
+            except (ProcessLookupError, PermissionError):
+                pass  # the group is empty
+
+    def close(self) -> None:
+        """Called after all processes were reaped."""
+        for zygote in self._zygotes:
+            zygote.process.returncode = 0  # keeps subprocess from waiting for it
+        if self._current is not None:
+            self._disconnect(self._current)
+        self._zygotes = []
+
+    def _on_packet(self, zygote: ZygoteProcess) -> None:
         if zygote is not self._current:
             return
         try:
-            packet, _ = packets.receive(zygote.line)
+            packet = packets.receive(zygote.connection)
         except BlockingIOError:
             return
         except OSError:
             packet = None
         if packet is None:
-            self._ended(zygote)
+            self._on_death(zygote)
         elif packet["type"] == "forked":
-            self._in_vain, self._has_borne = 0, True
-            zygote.told.discard(packet["worker"])
-            self._parent.born(packet["worker"], packet["pid"])
-        elif packet["type"] == "unforked":
-            self._give_up(zygote, packet["workers"], packet["error"])
+            self._failed_starts, self._has_forked = 0, True
+            zygote.requested.discard(packet["worker"])
+            self._observer.worker_started(packet["worker"], packet["pid"])
+        elif packet["type"] == "not forked":
+            self._fail(zygote, packet["workers"], packet["error"])
         elif packet["type"] == "unusable":
-            self._give_up(zygote, sorted(zygote.told), packet["error"])
+            self._fail(zygote, sorted(zygote.requested), packet["error"])
 
-    def _ended(self, zygote: Zygote) -> None:
-        """Nothing is lost but the imports: workers go on, and who was not forked yet is asked of another."""
-        self._drop(zygote)
-        if not zygote.told:
+    def _on_death(self, zygote: ZygoteProcess) -> None:
+        """Only the imports are lost: its workers continue, and another zygote forks those that are missing."""
+        self._disconnect(zygote)
+        missing = sorted(zygote.requested)
+        if not missing:
             return
-        self._in_vain += 1
-        if self._in_vain >= _MOST_IN_VAIN:
+        self._failed_starts += 1
+        if self._failed_starts >= _MAX_FAILED_STARTS:
             why = (
-                f"the process that imports torch ended {self._in_vain} times before it could start a worker. "
-                f"What it wrote is in {self._log}; try `{os.path.basename(sys.executable)} -c 'import torch'`."
+                f"the process that imports torch ended {self._failed_starts} times before it could start a worker. "
+                f"Its output is in {self._log}. Try `{os.path.basename(sys.executable)} -c 'import torch'`."
             )
-            self._give_up(zygote, sorted(zygote.told), why)
+            self._fail(zygote, missing, why)
             return
-        unborn = sorted(zygote.told)
-        zygote.told.clear()
-        self._parent.orphaned(unborn)
+        zygote.requested.clear()
+        self._observer.zygote_died(missing)
 
-    def _give_up(self, zygote: Zygote, ids: list[int], why: str) -> None:
-        """Where no worker was ever started there is no run; later, others go on and these count as dead."""
-        ids = [id for id in ids if id in zygote.told]
-        zygote.told.difference_update(ids)
+    def _fail(self, zygote: ZygoteProcess, ids: list[int], why: str) -> None:
+        """Without any worker there is no run. If other workers run, they continue, and these count as dead."""
+        ids = [id for id in ids if id in zygote.requested]
+        zygote.requested.difference_update(ids)
         if ids:
-            self._parent.stillborn(ids, why, is_hopeless=not self._has_borne)
+            self._observer.workers_not_started(ids, why, is_fatal=not self._has_forked)
 
-    def _drop(self, zygote: Zygote) -> None:
+    def _disconnect(self, zygote: ZygoteProcess) -> None:
         if zygote is self._current:
             self._current = None
-            self._selector.unregister(zygote.line)
-            zygote.line.close()
+            self._selector.unregister(zygote.connection)
+            zygote.connection.close()

@@ -1,4 +1,4 @@
-"""Prints one line from a worker to the user."""
+"""Prints one line for the user to a worker's standard error."""
 
 from __future__ import annotations
 
@@ -6,5 +6,4 @@ import sys
 
 
 def print_notice(line: str) -> None:
-    """Print ``line`` to stderr at once, with the prefix "lockstep: "."""
     print(f"lockstep: {line}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""When a checkpoint is due: "10min", "500 steps", "1 epoch". Pure: steps, epochs and seconds are passed in."""
+"""Interval: how often a checkpoint is due: "10min", "500 steps", "1 epoch". Pure: steps, epochs and seconds are passed in."""
 
 from __future__ import annotations
 
@@ -25,24 +25,29 @@ class Interval:
     amount: float
     unit: Literal["seconds", "steps", "epochs"]
 
+    @staticmethod
+    def parse(text: str) -> Interval:
+        """Read the ``every`` argument of ``Run``. Raises ``UsageError`` if it is not an interval."""
+        found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-z]+)\s*", text) if isinstance(text, str) else None
+        if found is None or found[2] not in _UNITS:
+            raise UsageError(f"every={text!r} is not an interval. Use '10min', '500 steps' or '1 epoch'.")
+        unit, factor = _UNITS[found[2]]
+        amount = float(found[1]) * factor
+        if unit == "seconds" and not 0 < amount < math.inf:
+            raise UsageError(f"every={text!r} is not an interval: the time must be positive. Use '10min'.")
+        if unit != "seconds" and (amount < 1 or amount != int(amount)):
+            raise UsageError(f"every={text!r} is not an interval: {unit} are counted in whole numbers from 1. Use '1 {unit[:-1]}'.")
+        return Interval(amount, unit)
+
     def is_due(self, step: int, epoch: int, *, ends_epoch: bool) -> bool:
-        """After step number ``step`` (from 1), in epoch ``epoch`` (from 0): a fact of the run, the same on every worker."""
+        """Return whether an interval of steps or epochs ends with step ``step`` (from 1) of epoch ``epoch`` (from 0).
+
+        The answer is the same on every worker.
+        """
         if self.unit == "steps":
             return step % int(self.amount) == 0
         return self.unit == "epochs" and ends_epoch and (epoch + 1) % int(self.amount) == 0
 
-    def is_late(self, seconds: float) -> bool:
-        """So long after the last one: a fact of one worker's clock."""
+    def has_passed(self, seconds: float) -> bool:
+        """Return whether an interval of time has passed, ``seconds`` after the last checkpoint by the clock of one worker."""
         return self.unit == "seconds" and seconds >= self.amount
-
-
-def parse(text: str) -> Interval:
-    """``UsageError`` for what is no cadence."""
-    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-z]+)\s*", text) if isinstance(text, str) else None
-    if found is None or found[2] not in _UNITS:
-        raise UsageError(f'every={text!r} says no rhythm of checkpoints. Write "10min", "500 steps" or "1 epoch".')
-    unit, factor = _UNITS[found[2]]
-    amount = float(found[1]) * factor
-    if amount <= 0 or not math.isfinite(amount) or (unit != "seconds" and amount != int(amount)):
-        raise UsageError(f'every={text!r} is no rhythm: a whole number of {unit}, 1 or more, is. Write "10min" or "500 steps".')
-    return Interval(amount, unit)

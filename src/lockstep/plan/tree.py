@@ -1,7 +1,7 @@
-"""The one fixed summation tree over lanes, cut along any assignment of lanes to workers. Pure.
+"""Fold: the one fixed summation tree over lanes, divided by any assignment of lanes to workers. Pure.
 
-A node is a range of lanes; its value is the sum of its two halves, split at the largest power of
-two below its length. Lanes 0 to 5:
+A node is a range of lanes. Its value is the sum of its two halves, split at the largest power of two below its length. The tree of
+lanes 0 to 5:
 
             (0,6)
            /     \\
@@ -10,10 +10,9 @@ two below its length. Lanes 0 to 5:
     (0,2) (2,4) 4     5
     0   1 2   3
 
-Floating-point addition is not associative, but it is commutative: if every worker adds only along
-this tree, then who adds, and when, cannot be seen in the result. A worker that was my_lanes lanes
-[first, last) adds what it can, the maximal subtrees inside (``cover``); a ``Fold`` says who holds
-which of those and which additions are left.
+Floating-point addition is not associative, but it is commutative: if every worker adds only along this tree, the result does not
+depend on which worker adds, or when. A worker with lanes [first, last) adds up the maximal subtrees inside them (``cover``). A
+``Fold`` says which worker has which of these subtrees, and which additions remain.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ Node = tuple[int, int]
 
 
 def halves(node: Node) -> tuple[Node, Node]:
-    """The two nodes whose sum this one is. Not for single lanes."""
+    """Returns the two nodes whose sum is ``node``, which must have more than one lane."""
     first, last = node
     middle = first + (1 << (last - first - 1).bit_length() - 1)
     return (first, middle), (middle, last)
 
 
 def nodes(lanes: int) -> set[Node]:
-    """All nodes of the tree: 2 x lanes - 1."""
+    """Returns all 2 x lanes - 1 nodes of the tree."""
     found: set[Node] = set()
     waiting: list[Node] = [(0, lanes)]
     while waiting:
@@ -46,7 +45,7 @@ def nodes(lanes: int) -> set[Node]:
 
 
 def cover(lanes: int, first: int, last: int) -> tuple[Node, ...]:
-    """The maximal subtrees inside lanes [first, last), from left to right."""
+    """Returns the maximal subtrees inside lanes [first, last), from left to right."""
     if first == last:
         return ()
     found: list[Node] = []
@@ -61,10 +60,10 @@ def cover(lanes: int, first: int, last: int) -> tuple[Node, ...]:
 
 
 def carries(lanes: int, first: int, last: int) -> tuple[int, ...]:
-    """How a worker folds lanes [first, last) as they come, on a stack.
+    """Returns how a worker adds lanes [first, last) one after the other on a stack.
 
-    For each lane: after its value is pushed, so many times the two values on top become one. What
-    is left in the end are the values of ``cover(lanes, first, last)``.
+    For each lane: the number of additions of the two top values after the lane's value was pushed. At the end the stack holds the
+    values of ``cover(lanes, first, last)``.
     """
     known = nodes(lanes)
     stack: list[Node] = []
@@ -82,11 +81,10 @@ def carries(lanes: int, first: int, last: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Fold:
-    """Who holds which nodes, and which additions make the root of them.
+    """Which rank has the values of which nodes, and which additions make the root of them.
 
-    ``held[r]`` are the nodes whose values holder r brings; together they are all lanes, once. Values
-    are numbered holder by holder; ``adds`` is a list of (to, from): value[to] += value[from], in
-    this order; afterwards the total is value[``root``].
+    ``held[r]`` are the nodes whose values rank r has; all ranks together have each lane once. Values are numbered rank by rank.
+    ``adds`` is a list of (to, from): value[to] += value[from], in this order. Afterwards the total is value[``root``].
     """
 
     lanes: int
@@ -101,50 +99,58 @@ class Fold:
         if [first for first, _ in covered] != ends[:-1] or ends[-1] != self.lanes or not set(at) <= nodes(self.lanes):
             raise InvariantError(f"nodes {self.held} do not make up {self.lanes} lanes")
         if sum(map(len, self.held)) != len(at):
-            raise InvariantError(f"a node of {self.held} is held twice")
+            raise InvariantError(f"two ranks of {self.held} have the same node")
         adds: list[tuple[int, int]] = []
-        object.__setattr__(self, "root", self._finish((0, self.lanes), at, adds))
+        object.__setattr__(self, "root", self._add_up((0, self.lanes), at, adds))
         object.__setattr__(self, "adds", tuple(adds))
 
-    def _finish(self, node: Node, at: dict[Node, int], adds: list[tuple[int, int]]) -> int:
-        """Emit the additions below ``node``; the number of the value it ends in."""
+    def _add_up(self, node: Node, at: dict[Node, int], adds: list[tuple[int, int]]) -> int:
+        """Append the additions below ``node`` to ``adds``; return the number of the value that ends up with the sum."""
         if node in at:
             return at[node]
-        left, right = (self._finish(half, at, adds) for half in halves(node))
+        left, right = (self._add_up(half, at, adds) for half in halves(node))
         adds.append((left, right))
         return left
 
     @property
     def width(self) -> int:
-        """The most values any holder brings."""
+        """The largest number of values that a rank has."""
         return max(map(len, self.held))
 
-    def merged(self, holders: Sequence[Sequence[int]]) -> Fold:
-        """The same tree when each group of holders first adds among itself what it can: group g becomes holder g."""
-        groups = []
-        for group in holders:
-            together = sorted(node for holder in group for node in self.held[holder])
-            groups.append(_merge(together, nodes(self.lanes)))
-        return Fold(self.lanes, tuple(groups))
+    def lanes_of(self, rank: int) -> tuple[int, int]:
+        """Returns the lanes [first, last) of ``rank``."""
+        return self.held[rank][0][0], self.held[rank][-1][1]
+
+    def rank_of(self, lane: int) -> int:
+        """Returns the rank that has ``lane``."""
+        return next(r for r, mine in enumerate(self.held) if any(first <= lane < last for first, last in mine))
+
+    def merged(self, groups: Sequence[Sequence[int]]) -> Fold:
+        """Returns the rest of the tree after the ranks of each group have added up what they can: group g becomes rank g."""
+        together = [sorted(node for rank in group for node in self.held[rank]) for group in groups]
+        return Fold(self.lanes, tuple(_merge(mine, nodes(self.lanes)) for mine in together))
 
     def among(self, group: Sequence[int]) -> tuple[tuple[tuple[int, int], ...], tuple[int, ...]]:
-        """Within one group of holders, its values numbered holder by holder: (additions, where the merged values end)."""
-        together = [node for holder in group for node in self.held[holder]]
+        """Returns what one group of ranks adds up: (the additions, the numbers of the values that end up with the sums).
+
+        The values of the group are numbered rank by rank.
+        """
+        together = [node for rank in group for node in self.held[rank]]
         at = {node: number for number, node in enumerate(together)}
         adds: list[tuple[int, int]] = []
         ends = []
         for node in _merge(sorted(together), nodes(self.lanes)):
-            ends.append(self._finish(node, at, adds))
+            ends.append(self._add_up(node, at, adds))
         return tuple(adds), tuple(ends)
 
 
 def fold(lanes: int, assignment: Sequence[tuple[int, int]]) -> Fold:
-    """The fold of a assignment: worker r ran lanes [first, last) of ``assignment[r]``."""
+    """Returns the fold if rank r runs lanes [first, last) of ``assignment[r]``."""
     return Fold(lanes, tuple(cover(lanes, first, last) for first, last in assignment))
 
 
 def _merge(together: Sequence[Node], known: set[Node]) -> tuple[Node, ...]:
-    """Neighbouring nodes (sorted) become their parents as long as both halves are there."""
+    """Replace neighbouring nodes by their parent as long as both halves are there. ``together`` is sorted."""
     stack: list[Node] = []
     for node in together:
         stack.append(node)
@@ -155,5 +161,5 @@ def _merge(together: Sequence[Node], known: set[Node]) -> tuple[Node, ...]:
 
 
 def _are_halves(left: Node, right: Node, known: set[Node]) -> bool:
-    """Whether the two are all of one node."""
+    """Whether the two nodes are the halves of one node."""
     return left[1] == right[0] and (left[0], right[1]) in known

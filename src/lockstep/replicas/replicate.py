@@ -19,10 +19,9 @@ from lockstep.comm.exchange import broadcast_in_place, require_same_model
 from lockstep.comm.open_comm import open_comm
 from lockstep.errors import PeerError, UsageError
 from lockstep.gradients.autograd_hooks import AutogradHooks
-from lockstep.gradients.buffers import Buffers
 from lockstep.gradients.comm_hook import Hook
-from lockstep.gradients.ddp_reducer import DdpReducer, Share
-from lockstep.gradients.module import Mark, claim, device_of, disclaim, parameters_of, sparse_of
+from lockstep.gradients.ddp_reducer import Averaging, DdpReducer
+from lockstep.gradients.module import ForwardHook, HookedModule, device_of
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -125,26 +124,21 @@ class Replica:
             raise UsageError(f"replicate() takes a torch.nn.Module, not {type(module).__name__}.")
         if _find(module) is not None:
             raise UsageError("this module is replicated already; its gradients would be averaged twice. Call replicate() once.")
-        named = parameters_of(module, options.ignore)
-        self._all_params = [p for _, p in named]
-        trainable = [(name, p) for name, p in named if p.is_floating_point() or p.is_complex()]
-        params = [p for _, p in trainable]
-        self._buffers = Buffers(module, options.ignore)
+        self._model = HookedModule(module, options.ignore)
+        params, self._buffers = self._model.params, self._model.buffers
         self._broadcasts_buffers = options.broadcast_buffers
         self._owns_comm = comm is None or isinstance(comm, str)
         if comm is None or isinstance(comm, str):
             need_bytes = sum(p.nbytes for p in params if p.requires_grad)
             comm = open_comm(device_of(params), group=group, timeout_s=options.timeout_s, kind=comm, need_bytes=need_bytes)
         self.comm: Comm = comm
-        require_same_model(self.comm, named, self._buffers.named(), asdict(options))
+        require_same_model(self.comm, self._model.named, self._buffers.named(), asdict(options))
         if options.init_sync:
             self._copy_from(0, "the initial parameters")
-        names = [name for name, _ in trainable]
-        self.reducer = DdpReducer(params, names, self.comm, int(options.bucket_mb * (1 << 20)), sparse_of(module, params))
+        self.reducer = DdpReducer(params, self._model.names, self.comm, int(options.bucket_mb * (1 << 20)), self._model.sparse)
         self._hooks = AutogradHooks(params, self._begin_backward, self.reducer.ready, self._end_backward)
-        claim(self._all_params)
         self._join: _Join | None = None
-        self._mark = module.register_forward_hook(Mark(self))
+        self._model.hook(self)
 
     @property
     def syncs(self) -> bool:
@@ -226,35 +220,33 @@ class Replica:
     def close(self) -> None:
         """Remove all hooks from the module, which trains alone from then on, and close the connections. May be called twice."""
         self._hooks.remove()
-        self._mark.remove()
-        disclaim(self._all_params)
+        self._model.unhook()
         if self._owns_comm:
             self.comm.close()
 
     # -- one backward ------------------------------------------------------------------------
 
     def _begin_backward(self) -> bytes:
-        share = Share(self.comm.size) if self._join is None else self._gather_active_ranks(self._join, is_active=True)
-        self.reducer.begin(share)
-        return self.reducer.looks_at
+        everyone = Averaging(self.comm.size)
+        return self.reducer.begin(everyone if self._join is None else self._gather_active_ranks(self._join, is_active=True))
 
     def _end_backward(self) -> None:
         self._complete_backward(0 if self._join is None else self._join.source)
 
     def _complete_backward(self, source: int) -> None:
         """Send what is left and wait for the averages. ``source`` is the rank whose buffers go to all ranks."""
-        self.reducer.launch_rest()
-        broadcast = self._buffers.start(self.comm, source, self.reducer.step) if self._broadcasts_buffers else None
+        self.reducer.end()
+        broadcast = self._buffers.start_broadcast(self.comm, source, self.reducer.step) if self._broadcasts_buffers else None
         self.reducer.finish()
         if broadcast is not None:
-            self._buffers.finish(broadcast)
+            self._buffers.finish_broadcast(broadcast)
 
     def _copy_from(self, source: int, what: str) -> None:
-        broadcast_in_place(self.comm, [*self._all_params, *self._buffers.tensors()], source, what)
+        broadcast_in_place(self.comm, [*(p for _, p in self._model.named), *self._buffers.tensors()], source, what)
 
     # -- join --------------------------------------------------------------------------------
 
-    def _gather_active_ranks(self, join: _Join, is_active: bool) -> Share:
+    def _gather_active_ranks(self, join: _Join, is_active: bool) -> Averaging:
         """Find out which ranks still have data: one small message before the first bucket, sent only inside ``join``."""
         ranks = torch.zeros(self.comm.size, 2, dtype=torch.int64)
         mine = [int(is_active), int(is_active and self.reducer.has_unfrozen())]
@@ -269,17 +261,17 @@ class Replica:
                 ended,
             )
         divisor = self.comm.size if join.divide_by_initial_size else max(1, len(join.active))
-        return Share(divisor, is_active, join.source, unfrozen=bool(ranks[:, 1].any()))
+        return Averaging(divisor, is_active, join.source, unfrozen=bool(ranks[:, 1].any()))
 
     def _follow_active_ranks(self, join: _Join) -> None:
         """Take part in every backward of the ranks that have data, then copy the state of the rank that trained longest."""
         last_source = self.comm.rank
         while True:
-            share = self._gather_active_ranks(join, is_active=False)
+            averaging = self._gather_active_ranks(join, is_active=False)
             if not join.active:
                 break
             last_source = join.source
-            self.reducer.begin(share)
+            self.reducer.begin(averaging)
             self._complete_backward(join.source)
         # Only the ranks that ran out last have followed no other rank, so only they vote. They took the same steps: the first of
         # them is as good as any.
@@ -303,6 +295,6 @@ class _Join:
 
 def _find(module: nn.Module) -> Replica | None:
     for hook in module._forward_hooks.values():
-        if isinstance(hook, Mark) and isinstance(hook.owner, Replica):
+        if isinstance(hook, ForwardHook) and isinstance(hook.owner, Replica):
             return hook.owner
     return None

@@ -1,9 +1,8 @@
-"""Breaks a gloo group's connections from outside, which nothing in torch does.
+"""Cuts the connections of gloo groups, which torch has no call for.
 
-``pg.abort()`` and ``pg.shutdown()`` leave a pending gloo wait pending. Shutting down the group's
-sockets ends it within milliseconds. We find them by looking at which descriptors appeared while
-the group was built, and keep duplicates, so that a number that was closed and reused by somebody
-else is never touched.
+``pg.abort()`` and ``pg.shutdown()`` do not end a pending gloo wait; shutting down the group's sockets ends it within milliseconds.
+We find the sockets by the descriptors that appear while the group is built. We keep duplicates of them, so that a descriptor number
+that is closed and reused for something else is never touched.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _build_lock = threading.Lock()
 
 
 class Connections:
-    """Duplicates of the connected sockets that one group opened."""
+    """Duplicates of the connected sockets of one or several groups."""
 
     def __init__(self) -> None:
         self._sockets: list[socket.socket] = []
@@ -27,40 +26,37 @@ class Connections:
 
     @contextmanager
     def captured(self) -> Iterator[None]:
-        """Remember the sockets that appear inside this block (one block at a time in a process)."""
+        """Around the construction of a group: keep the sockets that appear in the meantime. One thread at a time."""
         with _build_lock:
             before = _open_sockets()
             yield
             for inode, fd in _open_sockets().items():
                 if inode not in before:
-                    self._adopt(fd)
+                    self._keep(fd)
 
-    def _adopt(self, fd: int) -> None:
+    def _keep(self, fd: int) -> None:
         try:
             sock = socket.socket(fileno=os.dup(fd))
         except OSError:
-            return  # closed between listing and duplicating: not one we could break
+            return  # closed between listing and duplicating
         try:
             listening = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
             connected = not listening and sock.getpeername() is not None
         except OSError:
             connected = False
-        if connected:  # touching the listener would end the process with an uncaught C++ exception
+        if connected:  # shutting down the listening socket would end the process with an uncaught C++ exception
             self._sockets.append(sock)
         else:
             sock.close()
 
-    def __len__(self) -> int:
-        return len(self._sockets)
-
     def cut(self) -> None:
-        """End every connection now. Any thread; may be called twice."""
+        """End every connection now. Any thread may call it, and twice."""
         with self._lock:
             for sock in self._sockets:
                 try:
                     sock.shutdown(socket.SHUT_RDWR)
                 except OSError:
-                    continue  # the other side was faster
+                    continue  # the other side has closed it
 
     def close(self) -> None:
         with self._lock:
@@ -70,7 +66,7 @@ class Connections:
 
 
 def _open_sockets() -> dict[int, int]:
-    """inode -> descriptor of every socket this process holds."""
+    """inode -> descriptor of every socket of this process."""
     found: dict[int, int] = {}
     for name in os.listdir("/dev/fd"):
         try:

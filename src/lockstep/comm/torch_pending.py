@@ -1,0 +1,92 @@
+"""The Pendings of torch works: a gloo work blocks the host, in bounded slices; a CUDA work blocks a stream."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from lockstep.comm.operation import Driver
+from lockstep.comm.peer_health import PeerHealth
+
+_SLICE_S = 0.5  # a wait returns to Python this often, so that Ctrl-C works
+_BUSY_SLICE_S = 0.001  # and this often if another operation may need this thread
+
+
+def slice_of_wait(left_s: float, busy: bool) -> timedelta:
+    """How long to block on a work at once. ``busy``: other operations in flight need this thread."""
+    return timedelta(seconds=max(0.001, min(_BUSY_SLICE_S if busy else _SLICE_S, left_s)))
+
+
+class GlooPending:
+    """A gloo work. While it waits, ``driver`` advances the other operations."""
+
+    def __init__(self, driver: Driver, timeout_s: float, work: Any, number: int, what: str) -> None:
+        self._driver, self._timeout_s, self._work, self._number, self._what = driver, timeout_s, work, number, what
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        started = time.monotonic()
+        while True:
+            busy = self._driver.advance()
+            try:
+                self._work.wait(slice_of_wait(limit_s - (time.monotonic() - started), busy))
+                return
+            except RuntimeError:
+                waited_s = time.monotonic() - started
+                if self._work.is_completed():
+                    error = _error_of(self._work)
+                    if error is None:
+                        return  # the work completed just after its slice of the wait
+                    raise self._driver.health.explain(self._number, self._what, waited_s, error) from error
+                if waited_s >= limit_s:
+                    raise self._driver.health.explain(self._number, self._what, waited_s) from None
+
+    def done(self) -> bool:
+        return bool(self._work.is_completed())
+
+
+class CudaPending:
+    """A work with ``wait``, which makes the current stream wait, and ``is_completed``.
+
+    ``wait`` does not block the host: the thread of ``PeerHealth`` finds a work that never completes.
+    """
+
+    def __init__(self, health: PeerHealth, work: Any, number: int, what: str) -> None:
+        self._health, self._work, self.number, self.what = health, work, number, what
+        self._waiting_since: float | None = None
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        self._health.raise_if_failed()
+        self._work.wait()
+        self._waiting_since = time.monotonic()
+
+    def waited_s(self) -> float:
+        return 0.0 if self._waiting_since is None else time.monotonic() - self._waiting_since
+
+    def done(self) -> bool:
+        return bool(self._work.is_completed())
+
+
+class StreamWork:
+    """All that a CUDA stream has been given until now, in the form of a work."""
+
+    def __init__(self, stream: torch.cuda.Stream, device: torch.device) -> None:
+        self._event, self._device = stream.record_event(), device
+
+    def wait(self) -> None:
+        torch.cuda.current_stream(self._device).wait_event(self._event)
+
+    def is_completed(self) -> bool:
+        return bool(self._event.query())
+
+
+def _error_of(work: Any) -> RuntimeError | None:
+    """The error of a completed work. (Some versions of torch have no ``Work.exception()`` in Python.)"""
+    try:
+        work.wait(timedelta(seconds=1))
+    except RuntimeError as error:
+        return error
+    return None

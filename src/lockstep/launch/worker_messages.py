@@ -1,0 +1,46 @@
+"""Worker messages: what a packet from a worker means, as an event of plan/membership.py or as progress. Sends and decides nothing.
+
+A script may write anything to the socket of its worker. A packet that makes no sense gives None.
+"""
+
+from __future__ import annotations
+
+from lockstep.launch.console import Progress
+from lockstep.launch.packets import Packet
+from lockstep.plan import membership_events as events
+
+_MALFORMED = (AttributeError, KeyError, TypeError, ValueError, OverflowError, RecursionError)
+
+
+def event_of(worker: int, pid: int | None, packet: Packet) -> events.Event | None:
+    """Returns the event that a packet of ``worker`` reports, or None."""
+    try:
+        match packet["type"]:
+            case "join":
+                return events.JoinRequested(worker, int(packet.get("most", 0)), pid)
+            case "ready":
+                return events.Ready(worker, int(packet["generation"]), int(packet["step"]))
+            case "lost":
+                blamed = tuple(int(id) for id in packet["blamed"])
+                return events.PeersLost(worker, int(packet["generation"]), blamed, bool(packet["hung"]), str(packet["why"]))
+            case "leaving":
+                return events.LeaveRequested(worker)
+            case "failed":
+                return events.ScriptRaised(worker, int(packet["step"]), str(packet["error"]))
+            case "finished":
+                return events.ScriptFinished(worker)
+    except _MALFORMED:
+        pass
+    return None
+
+
+def progress_of(packet: Packet) -> Progress | None:
+    """Returns the progress that a packet reports, or None."""
+    if packet.get("type") != "progress":
+        return None
+    try:
+        values = {str(name): float(value) for name, value in packet.get("values", {}).items()}
+        epoch, samples = (None if packet.get(key) is None else int(packet[key]) for key in ("epoch", "samples"))
+        return Progress(int(packet["step"]), epoch, values, samples=samples)
+    except _MALFORMED:
+        return None

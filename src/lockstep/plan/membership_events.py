@@ -1,0 +1,166 @@
+"""The events and actions of plan/membership.py: what happened to the workers, and what the agent must do about it. Pure values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# -- events ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class JoinRequested:
+    """A worker has constructed its Run and asks to become a member.
+
+    ``max_members``: how many workers the run can use, which is its number of lanes. More workers wait as spares. 0: any number.
+    """
+
+    worker: int
+    max_members: int = 0
+    pid: int | None = None
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A member has left ``generation`` after ``step`` committed steps and waits for the next generation."""
+
+    worker: int
+    generation: int
+    step: int = 0
+
+
+@dataclass(frozen=True)
+class PeersLost:
+    """A member got a PeerError. ``hung``: it waited the whole timeout for the workers in ``blamed``."""
+
+    worker: int
+    generation: int
+    blamed: tuple[int, ...] = ()
+    hung: bool = False
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class LeaveRequested:
+    """A worker wants to leave after the current step: it got SIGTERM."""
+
+    worker: int
+
+
+@dataclass(frozen=True)
+class ScriptRaised:
+    """The script of a worker raised an exception. Its process still exists and is about to exit."""
+
+    worker: int
+    step: int
+    error: str
+
+
+@dataclass(frozen=True)
+class ScriptFinished:
+    """The script of a worker ran to its end. Its process still exists and is about to exit."""
+
+    worker: int
+
+
+@dataclass(frozen=True)
+class Died:
+    """The process of a worker is gone.
+
+    ``how``: "SIGKILL", "exit code 1". ``exited``: the process itself exited; False: a signal ended it, or it never started.
+    """
+
+    worker: int
+    how: str
+    exited: bool = False
+
+
+@dataclass(frozen=True)
+class ScaleRequested:
+    """A person wants ``size`` workers: `lockstep scale`."""
+
+    size: int
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time has passed."""
+
+
+Event = JoinRequested | Ready | PeersLost | LeaveRequested | ScriptRaised | ScriptFinished | Died | ScaleRequested | Tick
+
+
+# -- actions ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Form:
+    """Tell ``members``, in rank order, that they are generation ``number``."""
+
+    number: int
+    members: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Abort:
+    """Tell ``workers`` to abort the current step: ``generation`` is broken."""
+
+    workers: tuple[int, ...]
+    generation: int
+    why: str
+
+
+@dataclass(frozen=True)
+class Change:
+    """Tell ``workers`` to leave ``generation`` together, after the same step: a worker joins or leaves."""
+
+    workers: tuple[int, ...]
+    generation: int
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Tell ``workers`` to save and to exit together, after the same step."""
+
+    workers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Spawn:
+    """Start processes for ``workers`` after ``delay_s``."""
+
+    workers: tuple[int, ...]
+    delay_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Kill:
+    """Kill a worker that hangs."""
+
+    worker: int
+    why: str
+
+
+@dataclass(frozen=True)
+class Dismiss:
+    """Tell a worker that waits for a generation to exit."""
+
+    worker: int
+    why: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """Show a sentence to the person who started the run."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class End:
+    """The run is over. ``code``: 0 if it succeeded, else 1."""
+
+    code: int
+    why: str
+
+
+Action = Form | Abort | Change | Stop | Spawn | Kill | Dismiss | Report | End
