@@ -298,6 +298,7 @@ def test_a_signal_during_the_imports_ends_the_run(launch: Callable[..., Launched
 # -- killing ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.exclusive
 def test_kill_9_of_the_agent_takes_everybody_with_it(launch: Callable[..., LaunchedRun]) -> None:
     run = launch(PID + "signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 32))\ntime.sleep(1000)", "-n", "3")
     pids = [*run.pids(3), run.zygote()]
