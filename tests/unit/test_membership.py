@@ -248,6 +248,21 @@ def test_where_all_members_are_late_none_is_killed_for_long() -> None:
     assert [action.worker for action in decide(state, Tick(), 131.0)[1]] == [1]
 
 
+def test_a_member_that_does_not_leave_for_a_change_while_others_wait_is_killed() -> None:
+    """A worker that is stopped after the last bucket of the step: the others have left, and miss nothing from it."""
+    state, _ = play(running(3), Scaled(4), Joined(3))
+    assert state.changing
+    assert decide(state, Tick(), 1000.0)[1] == ()  # nobody has left yet: a step may take long
+    state, _, _ = decide(state, Ready(0, 0, 5), 1000.0)
+    state, _, _ = decide(state, Ready(2, 0, 5), 1010.0)
+    assert decide(state, Tick(), 1039.0)[1] == ()
+    state, actions, _ = decide(state, Tick(), 1041.0)
+    assert [action.worker for action in actions if isinstance(action, Kill)] == [1]
+    assert decide(state, Tick(), 1042.0)[1] == ()
+    state, actions, _ = decide(state, Died(1, "was killed by SIGKILL"), 1043.0)
+    assert Form(1, (0, 2)) in actions
+
+
 def test_where_all_want_to_leave_they_are_stopped_together() -> None:
     """So that they can save."""
     state, actions = play(running(2), Leaving(0))

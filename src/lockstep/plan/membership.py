@@ -66,6 +66,8 @@ class State:
     stirred_at: float | None = None
     """Before the first generation: when a worker last came to join, or was spawned in place of another."""
     changing: bool = False
+    left_at: float | None = None
+    """When a member last left the current generation for a change: it waits for the other members."""
     finishing: bool = False
     ended: bool = False
     spawned_at: tuple[float, ...] = ()
@@ -236,8 +238,8 @@ def _ready(state: State, event: Ready, now: float) -> Decision:
     if event.generation != state.generation or event.worker not in state.members:
         return state, (), f"worker {event.worker} is ready after generation {event.generation}, which is past"
     state = _with(state, event.worker, status=Status.READY)
-    if state.broken_at is not None:
-        state = replace(state, broken_at=now)  # the others' time begins when somebody waits for them
+    # The others' time begins when a member waits for them.
+    state = replace(state, left_at=now) if state.broken_at is None else replace(state, broken_at=now)
     return _settle(state, f"worker {event.worker} has left generation {event.generation}", now)
 
 
@@ -327,16 +329,18 @@ def _scaled(state: State, event: Scaled, now: float) -> Decision:
 def _tick(state: State, event: Tick, now: float) -> Decision:
     if state.generation < 0:
         return _hurry(state, now)
-    if state.broken_at is None:
+    since = state.left_at if state.broken_at is None else state.broken_at
+    if since is None:
         return state, (), ""
     # Where all are late the machine is slow, and the state would die with them: nobody is held up but those who hold nothing.
     held_up = any(_status(state, id) is Status.READY for id in state.members)
     patience_s = state.policy.hang_timeout_s * (1 if held_up else _ALL_LATE)
-    if now - state.broken_at <= patience_s:
+    if now - since <= patience_s:
         return state, (), ""
     stuck = [id for id in state.members if _status(state, id) is Status.MEMBER]
     why = f"it did not leave generation {state.generation} within {patience_s:g} s"
-    return replace(state, broken_at=now), tuple(Kill(id, why) for id in stuck), why if stuck else ""
+    state = replace(state, left_at=now) if state.broken_at is None else replace(state, broken_at=now)
+    return state, tuple(Kill(id, why) for id in stuck), why if stuck else ""
 
 
 def _hurry(state: State, now: float) -> Decision:
@@ -400,7 +404,7 @@ def _form(state: State, members: Sequence[int], why: str) -> Decision:
     number = state.generation + 1
     for id in members:
         state = _with(state, id, status=Status.MEMBER)
-    state = replace(state, generation=number, members=tuple(members), broken_at=None, changing=False)
+    state = replace(state, generation=number, members=tuple(members), broken_at=None, changing=False, left_at=None)
     actions: tuple[Action, ...] = (Form(number, tuple(members)),)
     if _welcome(state, len(members)):  # they came during a recovery
         state = replace(state, changing=True)
