@@ -128,9 +128,12 @@ class ZygoteClient:
             )
         zygote = self._current = Zygote(process, line)
         self._zygotes.append(zygote)
-        packets.send(line, self._prepare)
-        line.setblocking(False)
         self._selector.register(line, selectors.EVENT_READ, lambda: self._hear(zygote))
+        try:
+            packets.send(line, self._prepare)
+        except OSError:
+            pass  # the zygote is dead: when that is noticed, another one is asked
+        line.setblocking(False)
         return zygote
 
     def _hear(self, zygote: Zygote) -> None:
