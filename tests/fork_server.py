@@ -218,7 +218,7 @@ def _die_with(server: int) -> None:
 
 
 def _run(descriptors: list[int]) -> NoReturn:
-    from lockstep.launch.worker import leave
+    from lockstep.launch.worker import exit_process
 
     payload, _, output, *given = descriptors
     for number in (1, 2):
@@ -236,7 +236,7 @@ def _run(descriptors: list[int]) -> NoReturn:
     except BaseException:  # noqa: BLE001 - as at the end of any process: printed, and told by the exit code
         traceback.print_exc()
         code = 1
-    leave(code if isinstance(code, int) else 0 if code is None else 1)
+    exit_process(code if isinstance(code, int) else 0 if code is None else 1)
 
 
 if __name__ == "__main__":
