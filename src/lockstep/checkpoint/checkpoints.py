@@ -113,7 +113,7 @@ class Checkpoints:
                 raise
             raise UsageError(
                 f"the checkpoint of step {manifest.step} in {url} does not fit this run ({type(error).__name__}: "
-                f"{str(error)[:200]}). Pass the objects that were saved to Run, or another folder as checkpoint=..."
+                f"{str(error)[:200]}). Pass the objects that were saved to Run, or use another folder."
             ) from error
         self._schedule.last_step = manifest.step
         self._callbacks.resumed(manifest.step)

@@ -284,8 +284,8 @@ def _respawn(state: State, dead: int, now: float) -> tuple[State, tuple[Action, 
     if not policy.respawn or state.finishing or sum(not worker.leaving for worker in state.workers) >= state.size:
         return state, ()
     if len(recent) >= policy.max_respawns:
-        limit = f"--max-respawns allows {policy.max_respawns} replacements in {policy.window_s / 60:g} minutes"
-        return state, (Report(f"worker {dead} is not replaced: {limit}"),)
+        limit = f"--max-respawns {policy.max_respawns} in {policy.window_s / 60:g} minutes"
+        return state, (Report(f"worker {dead} is not replaced, because the limit is reached ({limit})"),)
     burst = sum(now - at < 10.0 for at in recent)  # back off if workers die as soon as they start
     delay_s = 0.0 if burst < 3 else min(30.0, 0.25 * 2 ** (burst - 3))
     state, spawn = _spawn(replace(state, respawned_at=(*recent, now), arrived_at=now + delay_s), 1, delay_s)
