@@ -218,8 +218,7 @@ def _die_with(server: int) -> None:
 
 
 def _run(descriptors: list[int]) -> NoReturn:
-    from lockstep.launch.worker import exit_process
-
+    """Exits without exit handlers, like a child of multiprocessing. A target that needs exit handlers calls ``exit_process``."""
     payload, _, output, *given = descriptors
     for number in (1, 2):
         os.dup2(output, number)
@@ -236,7 +235,9 @@ def _run(descriptors: list[int]) -> NoReturn:
     except BaseException:  # noqa: BLE001 - as at the end of any process: printed, and told by the exit code
         traceback.print_exc()
         code = 1
-    exit_process(code if isinstance(code, int) else 0 if code is None else 1)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code if isinstance(code, int) else 0 if code is None else 1)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from lockstep.launch.worker import exit_process
 from tests.fork_server import ROOT, Child, fork
 
 Process = subprocess.Popen[bytes] | Child
@@ -238,11 +239,15 @@ def _enter(err: int, folder: str, arguments: list[str], env: dict[str, str]) -> 
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(env)
-    if arguments[0] != "-m":
-        sys.argv = arguments
+    if arguments[0] == "-m":
+        return _lockstep(arguments[2:])
+    sys.argv = arguments
+    try:
         runpy.run_path(arguments[0], run_name="__main__")
-        return 0
-    return _lockstep(arguments[2:])
+        code = 0
+    except SystemExit as leaving:
+        code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+    exit_process(code)
 
 
 def _lockstep(arguments: list[str]) -> int:

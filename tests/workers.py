@@ -10,6 +10,7 @@ are returned (``Outcome.value``, ``Outcome.error`` with type name and message, o
 from __future__ import annotations
 
 import faulthandler
+import multiprocessing
 import os
 import pickle
 import signal
@@ -136,3 +137,5 @@ def _enter(pipe: int, body: Callable[..., Any], rank: int, size: int, args: tupl
         outcome = Outcome(error=(type(error).__name__, str(error)), trace=traceback.format_exc())
     with Connection(pipe, readable=False) as connection:
         connection.send_bytes(pickle.dumps(outcome))  # plain pickle: tensors by value, no descriptors that die with us
+    for child in multiprocessing.active_children():  # data loaders
+        child.terminate()

@@ -9,6 +9,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import warnings
@@ -156,6 +157,7 @@ def test_too_little_memory_is_an_error_when_a_segment_is_made() -> None:
 
 
 def crash(rank: int, size: int, how: str) -> None:
+    assert tempfile.gettempdir() == os.environ["TMPDIR"]
     model = lockstep.replicate(MLP(), timeout_s=20)
     trained(model, rank, size, 2)
     if how == "all" or rank == 1:
@@ -165,12 +167,11 @@ def crash(rank: int, size: int, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["one", "all"])
-def test_no_file_remains_after_kill_9(how: str) -> None:
-    places = [Path("/dev/shm"), Path("/tmp")]
-    before = {str(p) for place in places for p in place.iterdir()}
-    run_workers(crash, 3, how, check=False)
-    left = {str(p) for place in places for p in place.iterdir()} - before
-    assert not {p for p in left if "lockstep" in p}
+def test_no_file_remains_after_kill_9(how: str, tmp_path: Path) -> None:
+    before = set(os.listdir("/dev/shm"))
+    run_workers(crash, 3, how, check=False, env={"TMPDIR": str(tmp_path)})
+    assert not {name for name in set(os.listdir("/dev/shm")) - before if "lockstep" in name}
+    assert list(tmp_path.iterdir()) == []
 
 
 def small_limit(rank: int, size: int, limit: int) -> tuple[str, list[str], bytes]:
