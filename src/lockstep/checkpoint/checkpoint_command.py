@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from lockstep.checkpoint.atomic_file import write_atomically
@@ -39,32 +39,33 @@ def main(argv: Sequence[str]) -> int:
 
 def show(retention: Retention, given: argparse.Namespace) -> int:
     """Print a line for each checkpoint, newest first. Reads the manifests, not the tensors."""
-    code = 0
-    for folder in _select(retention):
-        try:
-            manifest = retention.manifest(folder)
-        except DamagedCheckpointError as damage:
-            code = 1
-            write(1, f"{folder.name}  damaged: {damage}\n")
-            continue
+
+    def describe(folder: CheckpointFolder, manifest: Manifest) -> str:
         files = f"{len(manifest.files)} files, {_size(manifest)}"
-        write(1, f"{folder.name}  step {manifest.step}, saved {manifest.made} by {manifest.workers} workers, {files}\n")
-    return code
+        return f"step {manifest.step}, saved {manifest.made} by {manifest.workers} workers, {files}"
+
+    return _print(retention, _select(retention), describe)
 
 
 def verify(retention: Retention, given: argparse.Namespace) -> int:
     """Read every byte of every checkpoint, or of the checkpoint of ``--step``."""
     from lockstep.checkpoint.reader import read_tensors
 
+    def describe(folder: CheckpointFolder, manifest: Manifest) -> str:
+        read_tensors(retention.storage, folder.name, manifest)
+        return f"intact: {len(manifest.tensors)} tensors, {_size(manifest)}"
+
+    return _print(retention, _select(retention, given.step), describe)
+
+
+def _print(retention: Retention, folders: Sequence[CheckpointFolder], describe: Callable[[CheckpointFolder, Manifest], str]) -> int:
     code = 0
-    for folder in _select(retention, given.step):
+    for folder in folders:
         try:
-            manifest = retention.manifest(folder)
-            read_tensors(retention.storage, folder.name, manifest)
-            write(1, f"{folder.name}  intact: {len(manifest.tensors)} tensors, {_size(manifest)}\n")
+            line = describe(folder, retention.manifest(folder))
         except DamagedCheckpointError as damage:
-            code = 1
-            write(1, f"{folder.name}  damaged: {damage}\n")
+            code, line = 1, f"damaged: {damage}"
+        write(1, f"{folder.name}  {line}\n")
     return code
 
 
@@ -98,9 +99,9 @@ def _write_model(retention: Retention, folder: CheckpointFolder, manifest: Manif
     from lockstep.checkpoint.snapshot import METADATA, memory_of, plan_file
     from lockstep.comm.base import bits
 
-    tensors = read_tensors(retention.storage, folder.name, manifest, only=sorted(manifest.model.values()))
+    tensors = read_tensors(retention.storage, folder.name, manifest, only=list(manifest.model.values()))
     names = {number: name for name, number in manifest.model.items()}
-    named = {number: (names[number], tensor) for number, tensor in tensors.items()}
+    named = {number: (names[number], tensors[number]) for number in sorted(tensors)}
     plan = plan_file(target.name, named, {**METADATA, **manifest.aliases})
     write_atomically(target, [plan.header, *(memory_of(bits(tensors[entry.number])) for entry in plan.entries)])
     return len(plan.header) + plan.bytes

@@ -86,11 +86,7 @@ class Checkpoints:
         comm: Callable[[], Comm],
         callbacks: CheckpointCallbacks,
     ) -> None:
-        """``url``, ``every`` and ``keep`` are arguments of ``Run``; ``comm`` returns the comm of the current generation.
-
-        Raises:
-            UsageError: If ``url``, ``every`` or ``keep`` cannot be used.
-        """
+        """``url``, ``every`` and ``keep`` are arguments of ``Run``; ``comm`` returns the comm of the current generation."""
         if not isinstance(keep, int) or keep < 1:
             raise UsageError(f"keep={keep!r} is not a number of checkpoints. Use 1 or more.")
         self._retention = Retention(open_storage(url), keep)
@@ -99,16 +95,12 @@ class Checkpoints:
         self._snapshot = Snapshot()
         self._state = State.IDLE
         self._latest: CheckpointInFlight | None = None
-        """The checkpoint in flight, or the last one that was. Its background work ends before the next one is begun."""
+        """The checkpoint in flight, or the one before. Its background work ends before the next checkpoint is begun."""
         self._distrusted_after: int | None = None
         """Checkpoints after this step may hold wrong bits. They are removed when the next checkpoint is published."""
 
     def resume(self) -> bool:
-        """Load the newest checkpoint, before the first step. Returns whether there was one.
-
-        Raises:
-            UsageError: If the checkpoint does not fit this run, or every checkpoint is damaged.
-        """
+        """Load the newest checkpoint, before the first step. Returns whether there was one. ``UsageError`` if it does not fit."""
         comm, url = self._comm(), self._retention.storage.url
         found = read_newest(self._retention, comm, self._run_state.weights(), self._run_state.settings, print_notice)
         if found is None:
@@ -121,7 +113,7 @@ class Checkpoints:
                 raise
             raise UsageError(
                 f"the checkpoint of step {manifest.step} in {url} does not fit this run ({type(error).__name__}: "
-                f"{str(error)[:200]}). Pass the objects that were saved to Run, or another folder as checkpoint=..."
+                f"{str(error)[:200]}). Pass the objects that were saved to Run, or another checkpoint folder."
             ) from error
         self._schedule.last_step = manifest.step
         self._callbacks.resumed(manifest.step)
@@ -134,12 +126,12 @@ class Checkpoints:
 
     def requests(self) -> int:
         """Return the bits that this worker sends in the control word of the next step."""
-        save = SAVE if self._schedule.is_late(self._comm().rank) else 0
+        save = SAVE if self._schedule.wants_save(self._comm().rank) else 0
         if self._latest is None or self._state is State.IDLE:
             return save
         if self._state is State.WRITING:
             return WROTE if self._latest.is_written else 0
-        return save | (PUBLISHED if self._latest.is_published else 0)
+        return save | (PUBLISHED if self._latest.has_publication_ended else 0)
 
     def is_due(self, now: StepEnd) -> bool:
         """Return whether the workers must call ``perform`` at the end of this step. Called after every step."""
@@ -176,11 +168,7 @@ class Checkpoints:
         self._schedule.is_requested = True
 
     def save(self, step: int) -> None:
-        """Save now, and return when the checkpoint is published.
-
-        Raises:
-            SaveError: If it could not be written; on every worker.
-        """
+        """Save now, and return when the checkpoint is published. Raises ``SaveError`` on every worker if it cannot be written."""
         checkpoint = self.begin(step)
         self.wait_until_idle()
         self._schedule.is_requested = False

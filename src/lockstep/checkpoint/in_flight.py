@@ -9,6 +9,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from lockstep.observe.notice import print_notice
 
 
 class CheckpointInFlight:
-    """All workers must construct it after the same step. Training waits for the copy of the state; writing is in the background."""
+    """All workers must construct it after the same step. Returns when the state is copied, and writes it in the background."""
 
     def __init__(self, step: int, state: Stateful, comm: Comm, snapshot: Snapshot, storage: Storage) -> None:
         """Raises ``UsageError`` if the state cannot be written, or if the workers hold different tensors."""
@@ -48,8 +49,8 @@ class CheckpointInFlight:
         return self._writer.wait(0)
 
     @property
-    def is_published(self) -> bool:
-        """On rank 0, whether the publication has ended, by success or by failure. False on the other ranks."""
+    def has_publication_ended(self) -> bool:
+        """Whether rank 0 has published the checkpoint, or has failed to. Always False on the other ranks."""
         return self._publication is not None and self._publication.wait(0)
 
     def wait(self, timeout_s: float) -> bool:
@@ -57,7 +58,7 @@ class CheckpointInFlight:
         return self._writer.wait(timeout_s) and (self._publication is None or self._publication.wait(timeout_s))
 
     def wait_for_publication(self) -> None:
-        """Returns at once on the other ranks than 0."""
+        """Only rank 0 has something to wait for."""
         if self._publication is not None:
             self._publication.wait()
 
@@ -68,10 +69,7 @@ class CheckpointInFlight:
     def conclude(self, publish: Callable[[Manifest], None]) -> bool:
         """Gather what each worker has written. All workers must call it, once all parts are written or have failed.
 
-        Rank 0 calls ``publish`` in the background, or removes the folder if a part has failed.
-
-        Returns:
-            Whether every worker has written its part: the same on every worker.
+        Rank 0 calls ``publish`` in the background, or removes the folder if a part has failed. Returns whether none has.
         """
         mine = json.dumps(self._writer.result()).encode()
         parts = [json.loads(text) for text in gather_bytes(self._comm, mine, "what each worker has written")]
@@ -79,11 +77,8 @@ class CheckpointInFlight:
         if failures:
             self.fail(failures[0])
         if self._comm.rank == 0:
-            if failures:
-                self._publication = BackgroundTask(lambda: self._storage.remove(self.folder), "remove", finish_at_exit=True)
-            else:
-                manifest = self._manifest(parts)
-                self._publication = BackgroundTask(lambda: publish(manifest), "publish", finish_at_exit=True)
+            action = partial(self._storage.remove, self.folder) if failures else partial(publish, self._manifest(parts))
+            self._publication = BackgroundTask(action, "publish", finish_at_exit=True)
         return not failures
 
     def fail(self, why: str) -> None:
@@ -111,11 +106,7 @@ class CheckpointInFlight:
 
 
 def _agree_on_folder(comm: Comm, layout: StateLayout, step: int) -> str:
-    """Return the folder's name, which rank 0 chooses. All workers must call it.
-
-    Raises:
-        UsageError: If a worker holds other tensors than rank 0.
-    """
+    """Return the folder's name, which rank 0 chooses. All must call it. Raises ``UsageError`` if a worker holds other tensors."""
     tensors = [[name, dtype_name(t.dtype), list(t.shape)] for name, t in zip(layout.names, layout.tensors, strict=True)]
     fingerprint = hashlib.sha256(json.dumps([tensors, layout.parts]).encode()).hexdigest()
     mine = json.dumps({"folder": new_folder_name(step), "fingerprint": fingerprint}).encode()

@@ -21,7 +21,7 @@ from lockstep.checkpoint.storage import Storage, StorageFile
 from lockstep.checkpoint.tensor_file import DamagedCheckpointError, header_bytes
 from lockstep.comm.base import Comm, bits
 from lockstep.comm.exchange import gather_bytes
-from lockstep.comm.plain_state import unflatten
+from lockstep.comm.plain_state import dtype_name, unflatten
 from lockstep.errors import UsageError
 
 _MAX_THREADS = 4
@@ -33,16 +33,9 @@ def read_newest(
 ) -> tuple[Manifest, dict[str, Any]] | None:
     """Read the newest checkpoint that is intact on every worker. All workers must call it; each reads the files itself.
 
-    Args:
-        weights: The model's parameters and buffers. Those in contiguous host memory are read into directly.
-        settings: The settings of this run, which must equal those of the checkpoint.
-        notify: Called on rank 0 with a sentence for each damaged checkpoint.
-
-    Returns:
-        The manifest and the state, or None if there is no checkpoint.
-
-    Raises:
-        UsageError: If the checkpoint does not fit this run, or every checkpoint is damaged.
+    The checkpoint must fit the model's ``weights`` and the run's ``settings``, else a ``UsageError`` is raised, as it is if every
+    checkpoint is damaged. Weights in contiguous host memory are read into directly. Rank 0 calls ``notify`` for each damaged one.
+    Returns the manifest and the state, or None if there is no checkpoint.
     """
     mine = json.dumps([folder.name for folder in retention.published()]).encode() if comm.rank == 0 else b""
     names = json.loads(gather_bytes(comm, mine, "which checkpoints there are")[0])
@@ -66,7 +59,7 @@ def read_newest(
     if damages:
         raise UsageError(
             f"every checkpoint in {retention.storage.url} is damaged. The newest: {damages[0]}. "
-            "Restore one of them from a copy, or pass another folder as checkpoint=... to start from the beginning."
+            "Restore one of them from a copy, or pass another checkpoint folder to start from the beginning."
         )
     return None
 
@@ -94,57 +87,41 @@ def _read_state(
 
 def require_fit(manifest: Manifest, weights: Mapping[str, Tensor], settings: Mapping[str, Any], where: str) -> None:
     """Raise a ``UsageError`` that names the first difference, if the checkpoint ``where`` is of another model or other settings."""
-    remedy = "Build the model that was saved, or pass another folder as checkpoint=..."
-    stored = {name: manifest.tensors[number] for name, number in manifest.model.items()}
-    for name, tensor in weights.items():
-        shape, dtype = list(tensor.shape), str(tensor.dtype).removeprefix("torch.")
-        if name not in stored:
+    tensors = {name: manifest.tensors[number] for name, number in manifest.model.items()}
+    saved = {name: f"has shape {list(t.shape)} and dtype {t.dtype}" for name, t in tensors.items()}
+    here = {name: f"has shape {list(t.shape)} and dtype {dtype_name(t.dtype)}" for name, t in weights.items()}
+    for name in {**here, **saved}:
+        if saved.get(name) != here.get(name):
             raise UsageError(
-                f"the checkpoint {where} is of another model: it has no {name}, which this model has (shape {shape}). {remedy}"
+                f"the checkpoint {where} is of another model: {name} {saved.get(name, 'is missing')} in the checkpoint, and "
+                f"{here.get(name, 'is missing')} in this model. Build the model that was saved, or pass another checkpoint folder."
             )
-        if list(stored[name].shape) != shape or stored[name].dtype != dtype:
-            raise UsageError(
-                f"the checkpoint {where} is of another model: its {name} has shape {list(stored[name].shape)} and dtype "
-                f"{stored[name].dtype}, in this model it has shape {shape} and dtype {dtype}. {remedy}"
-            )
-    missing = [name for name in stored if name not in weights]
-    if missing:
-        raise UsageError(f"the checkpoint {where} is of another model: this model has no {missing[0]}. {remedy}")
     for name, value in settings.items():
-        saved = manifest.settings.get(name)
-        if saved != value:
+        before = manifest.settings.get(name)
+        if before != value:
             raise UsageError(
-                f"the checkpoint {where} was made with {name}={saved!r}, this run has {name}={value!r}: the result would be that "
-                f"of neither run. Pass {name}={saved!r}, or another folder as checkpoint=..."
+                f"the checkpoint {where} was made with {name}={before!r}, this run has {name}={value!r}: the result would be that "
+                f"of neither run. Pass {name}={before!r}, or another checkpoint folder."
             )
 
 
 def read_tensors(
     storage: Storage, folder: str, manifest: Manifest, into: Mapping[int, Tensor] | None = None, only: Sequence[int] | None = None
 ) -> dict[int, Tensor]:
-    """Read and verify the tensors of a checkpoint.
+    """Read and verify all tensors of a checkpoint, or those with the numbers ``only``. Returns them by number, on the host.
 
-    Args:
-        into: Contiguous tensors on the host, by number, to read into instead of new memory. After an error they hold any values.
-        only: The numbers of the tensors to read; None reads all.
-
-    Returns:
-        The tensors on the host, by number.
-
-    Raises:
-        DamagedCheckpointError: If a file is missing, or a byte is not the one that was written.
+    ``into`` holds contiguous host tensors to read into instead of new memory; after an error their values are undefined. Raises
+    ``DamagedCheckpointError`` if a file is missing, or a byte is not the one that was written.
     """
-    numbers = range(len(manifest.tensors)) if only is None else only
-    with ExitStack() as stack:
+    into, tensors = into or {}, manifest.tensors
+    numbers = sorted(range(len(tensors)) if only is None else only, key=lambda number: -tensors[number].bytes)
+    with ExitStack() as stack, ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
         files: dict[str, StorageFile] = {}
         for name, stored in manifest.files.items():
             files[name] = stack.enter_context(closing(_open(storage, folder, name, stored)))
-        found = {number: (into or {}).get(number, _new_tensor(manifest.tensors[number])) for number in numbers}
-        largest_first = sorted(numbers, key=lambda number: -manifest.tensors[number].bytes)
-        with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
-            jobs = [(manifest.tensors[n], files[manifest.tensors[n].file], found[n]) for n in largest_first]
-            for _ in pool.map(_read_tensor, *zip(*jobs, strict=True)) if jobs else ():
-                pass
+        found = {n: into[n] if n in into else _new_tensor(tensors[n]) for n in numbers}
+        for _ in pool.map(lambda n: _read_tensor(tensors[n], files[tensors[n].file], found[n]), numbers):
+            pass
     return found
 
 

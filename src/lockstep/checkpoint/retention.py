@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import time
@@ -45,11 +46,7 @@ class Retention:
         return [folder for folder in self._folders() if self.storage.exists(folder.name, NAME)]
 
     def manifest(self, folder: CheckpointFolder) -> Manifest:
-        """Read the manifest of a checkpoint.
-
-        Raises:
-            DamagedCheckpointError: If the manifest cannot be read, or belongs to another checkpoint.
-        """
+        """Raises ``DamagedCheckpointError`` if the manifest cannot be read, or belongs to another checkpoint."""
         try:
             manifest = Manifest.parse(self.storage.read(folder.name, NAME))
         except OSError as error:
@@ -59,20 +56,16 @@ class Retention:
         return manifest
 
     def remove_old(self, newest: str, agreed_at: int, distrusted_after: int | None = None) -> None:
-        """Remove all but the ``keep`` newest checkpoints, and folders that were never published. Rank 0 calls it.
+        """Remove all but the ``keep`` newest checkpoints, and folders that were not published. Rank 0 calls it.
 
-        Args:
-            newest: The folder that was just published. Folders begun after it stay: a worker may be writing to them.
-            agreed_at: The last step at which replicas were known to be equal. The newest checkpoint up to this step stays.
-            distrusted_after: If not None, checkpoints after this step and before ``newest`` may hold wrong bits, and are removed.
+        ``newest`` was just published; folders begun after it stay, because a worker may be writing to them. The newest checkpoint
+        up to step ``agreed_at``, when replicas were known to be equal, stays too. Checkpoints after step ``distrusted_after`` may
+        hold wrong bits: all but ``newest`` are removed.
         """
-        trusted = [
-            folder
-            for folder in self.published()
-            if folder.name == newest or distrusted_after is None or folder.step <= distrusted_after
-        ]
-        stays = {newest, *(folder.name for folder in trusted[: self._keep])}
-        stays |= {folder.name for folder in [folder for folder in trusted if folder.step <= agreed_at][:1]}
+        last_trusted = math.inf if distrusted_after is None else distrusted_after
+        trusted = [folder for folder in self.published() if folder.name == newest or folder.step <= last_trusted]
+        agreed = [folder for folder in trusted if folder.step <= agreed_at][:1]
+        stays = {newest, *(folder.name for folder in trusted[: self._keep] + agreed)}
         published = CheckpointFolder.parse(newest)
         for folder in self._folders():
             is_later = published is not None and folder.token > published.token

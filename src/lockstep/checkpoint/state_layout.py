@@ -43,8 +43,7 @@ class StateLayout:
 def lay_out_state(state: dict[str, Any], persistent: set[str], writers: int) -> StateLayout:
     """Number the tensors of a run's state, and assign each to one of ``writers`` workers. ``persistent``: see ``Stateful``.
 
-    Raises:
-        UsageError: If the state holds something that a checkpoint cannot hold.
+    Raises ``UsageError`` if the state holds something that a checkpoint cannot hold.
     """
     skeleton, tensors, paths = pack(state, "the state of the run")
     for tensor, path in zip(tensors, paths, strict=True):

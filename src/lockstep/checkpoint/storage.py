@@ -57,11 +57,7 @@ class Storage(Protocol):
 
 
 def open_storage(url: str | os.PathLike[str]) -> Storage:
-    """Open the ``checkpoint`` argument of ``Run``: a path, or a URL of any file system that fsspec knows.
-
-    Raises:
-        UsageError: If it is empty, a file, or a URL that fsspec cannot reach.
-    """
+    """Open the ``checkpoint`` argument of ``Run``: a path, or a URL. Raises ``UsageError`` if that is not possible."""
     text = os.fspath(url)
     if not isinstance(text, str) or not text:
         raise UsageError(f"checkpoint={url!r} names no folder. Pass a folder, or a URL such as s3://bucket/run.")

@@ -7,6 +7,7 @@ a background thread, know every tensor's position before its bytes, and check ev
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -48,17 +49,11 @@ class Entry:
 
 
 def count_bytes(dtype: str, shape: Sequence[int]) -> int:
-    size = ITEM_BYTES[dtype]
-    for extent in shape:
-        size *= extent
-    return size
+    return ITEM_BYTES[dtype] * math.prod(shape)
 
 
 def place_tensors(tensors: Sequence[tuple[int, str, str, tuple[int, ...]]]) -> tuple[Entry, ...]:
-    """Give every (number, name, dtype, shape) a position without gaps, aligned to its item size. Returns them in file order.
-
-    Tensors with wide items come first, so that no tensor needs padding.
-    """
+    """Give every (number, name, dtype, shape) a position. Wide items come first: so all are aligned without gaps between them."""
     entries: list[Entry] = []
     begin = 0
     for number, name, dtype, shape in sorted(tensors, key=lambda tensor: -ITEM_BYTES[tensor[2]]):
@@ -69,10 +64,7 @@ def place_tensors(tensors: Sequence[tuple[int, str, str, tuple[int, ...]]]) -> t
 
 
 def make_header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
-    """Return everything before the data, padded to a multiple of 8 bytes.
-
-    A tensor whose dtype the format does not know is declared as bytes (U8).
-    """
+    """Return all that precedes the data, padded to a multiple of 8 bytes. Dtypes without a code are declared as bytes (U8)."""
     table: dict[str, object] = {"__metadata__": dict(metadata)}
     for entry in entries:
         code = _CODES.get(entry.dtype)
@@ -84,11 +76,7 @@ def make_header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
 
 
 def header_bytes(first_eight: bytes, file_bytes: int, file: str) -> int:
-    """Return the length of a file's header, its length field included, from the first eight bytes of the file.
-
-    Raises:
-        DamagedCheckpointError: If no file of ``file_bytes`` bytes can have such a header.
-    """
+    """Return the length of a file's header, which its first eight bytes tell. They are counted too."""
     if len(first_eight) < 8:
         raise DamagedCheckpointError(f"{file} has {len(first_eight)} bytes: its end is missing")
     (size,) = struct.unpack("<Q", first_eight)

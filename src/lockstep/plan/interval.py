@@ -27,11 +27,7 @@ class Interval:
 
     @staticmethod
     def parse(text: str) -> Interval:
-        """Read the ``every`` argument of ``Run``.
-
-        Raises:
-            UsageError: If ``text`` is not an interval.
-        """
+        """Read the ``every`` argument of ``Run``. Raises ``UsageError`` if it is not an interval."""
         found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-z]+)\s*", text) if isinstance(text, str) else None
         if found is None or found[2] not in _UNITS:
             raise UsageError(f"every={text!r} is not an interval. Use '10min', '500 steps' or '1 epoch'.")
@@ -44,12 +40,9 @@ class Interval:
         return Interval(amount, unit)
 
     def is_due(self, step: int, epoch: int, *, ends_epoch: bool) -> bool:
-        """Return whether an interval of steps or epochs ends with this step: the same answer on every worker.
+        """Return whether an interval of steps or epochs ends with step ``step`` (from 1) of epoch ``epoch`` (from 0).
 
-        Args:
-            step: The number of steps committed so far, this one included.
-            epoch: The epoch of this step, from 0.
-            ends_epoch: Whether this step is the last one of its epoch.
+        The answer is the same on every worker.
         """
         if self.unit == "steps":
             return step % int(self.amount) == 0
