@@ -95,7 +95,7 @@ class Checkpoints:
         self._snapshot = Snapshot()
         self._state = State.IDLE
         self._latest: CheckpointInFlight | None = None
-        """The checkpoint in flight, or the last one that was. Its background work ends before the next one is begun."""
+        """The checkpoint in flight, or the one before. Its background work ends before the next checkpoint is begun."""
         self._distrusted_after: int | None = None
         """Checkpoints after this step may hold wrong bits. They are removed when the next checkpoint is published."""
 
@@ -113,7 +113,7 @@ class Checkpoints:
                 raise
             raise UsageError(
                 f"the checkpoint of step {manifest.step} in {url} does not fit this run ({type(error).__name__}: "
-                f"{str(error)[:200]}). Pass the objects that were saved to Run, or use another folder."
+                f"{str(error)[:200]}). Pass the objects that were saved to Run, or another checkpoint folder."
             ) from error
         self._schedule.last_step = manifest.step
         self._callbacks.resumed(manifest.step)
@@ -131,7 +131,7 @@ class Checkpoints:
             return save
         if self._state is State.WRITING:
             return WROTE if self._latest.is_written else 0
-        return save | (PUBLISHED if self._latest.is_published else 0)
+        return save | (PUBLISHED if self._latest.has_publication_ended else 0)
 
     def is_due(self, now: StepEnd) -> bool:
         """Return whether the workers must call ``perform`` at the end of this step. Called after every step."""

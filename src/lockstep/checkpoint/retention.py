@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import time
@@ -61,13 +62,10 @@ class Retention:
         up to step ``agreed_at``, when replicas were known to be equal, stays too. Checkpoints after step ``distrusted_after`` may
         hold wrong bits: all but ``newest`` are removed.
         """
-        trusted = [
-            folder
-            for folder in self.published()
-            if folder.name == newest or distrusted_after is None or folder.step <= distrusted_after
-        ]
-        stays = {newest, *(folder.name for folder in trusted[: self._keep])}
-        stays |= {folder.name for folder in [folder for folder in trusted if folder.step <= agreed_at][:1]}
+        last_trusted = math.inf if distrusted_after is None else distrusted_after
+        trusted = [folder for folder in self.published() if folder.name == newest or folder.step <= last_trusted]
+        agreed = [folder for folder in trusted if folder.step <= agreed_at][:1]
+        stays = {newest, *(folder.name for folder in trusted[: self._keep] + agreed)}
         published = CheckpointFolder.parse(newest)
         for folder in self._folders():
             is_later = published is not None and folder.token > published.token
