@@ -314,6 +314,7 @@ def aborts(comm: Comm) -> list[float]:
     return delays
 
 
+@pytest.mark.exclusive
 @pytest.mark.parametrize("kind", KINDS)
 def test_abort_from_another_thread_breaks_every_pending_fold(kind: str) -> None:
     delays = sorted(delay for by_rank in over(kind, 3, aborts)[:-1] for delay in by_rank)

@@ -299,6 +299,21 @@ def test_if_all_members_are_late_none_is_killed_for_a_long_time() -> None:
     assert [action.worker for action in decide(state, Tick(), 131.0)[1]] == [1]
 
 
+def test_a_member_that_does_not_leave_for_a_change_while_others_wait_is_killed() -> None:
+    """The worker was stopped after the last bucket of the step. The other members have left and wait for nothing else from it."""
+    state, _ = play(running(3), ScaleRequested(4), JoinRequested(3))
+    assert state.changing
+    assert decide(state, Tick(), 1000.0)[1] == ()  # no member has left yet: a step may take long
+    state, _, _ = decide(state, Ready(0, 0, 5), 1000.0)
+    state, _, _ = decide(state, Ready(2, 0, 5), 1010.0)
+    assert decide(state, Tick(), 1039.0)[1] == ()
+    state, actions, _ = decide(state, Tick(), 1041.0)
+    assert [action.worker for action in actions if isinstance(action, Kill)] == [1]
+    assert decide(state, Tick(), 1042.0)[1] == ()
+    state, actions, _ = decide(state, Died(1, "SIGKILL"), 1043.0)
+    assert Form(1, (0, 2)) in actions
+
+
 def test_if_all_workers_want_to_leave_they_are_stopped_together() -> None:
     """So that they can save."""
     state, actions = play(running(2), LeaveRequested(0))

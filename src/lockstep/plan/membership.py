@@ -80,8 +80,7 @@ def _on_ready(state: State, event: Ready, now: float) -> Decision:
     if event.generation != state.generation or event.worker not in state.members:
         return state, (), f"worker {event.worker} has left generation {event.generation}, which is over"
     state = state.update(event.worker, status=Status.READY)
-    if state.broken_at is not None:
-        state = replace(state, broken_at=now)  # from now on this worker waits for the other members
+    state = _restart_wait(state, now)  # from now on this worker waits for the other members
     return _settle(state, f"worker {event.worker} has left generation {event.generation}")
 
 
@@ -173,16 +172,17 @@ def _on_scale_request(state: State, event: ScaleRequested, now: float) -> Decisi
 def _on_tick(state: State, event: Tick, now: float) -> Decision:
     if state.generation < 0:
         return _kill_late_starters(state, now)
-    if state.broken_at is None:
+    since = state.left_at if state.broken_at is None else state.broken_at
+    if since is None:
         return state, (), ""
     # If all members are late, the machine is slow. To kill them all would lose the training state and help nobody.
     is_one_ready = any(state.worker(id).status is Status.READY for id in state.members)
     patience_s = state.policy.hang_timeout_s * (1 if is_one_ready else _ALL_LATE_FACTOR)
-    if now - state.broken_at <= patience_s:
+    if now - since <= patience_s:
         return state, (), ""
     stuck = [id for id in state.members if state.worker(id).status is Status.MEMBER]
     why = f"it did not leave generation {state.generation} within {patience_s:g} s"
-    state, kills = _kill(replace(state, broken_at=now), stuck, why)
+    state, kills = _kill(_restart_wait(state, now), stuck, why)
     return state, kills, why if stuck else ""
 
 
@@ -249,7 +249,8 @@ def _form(state: State, members: Sequence[int], why: str) -> Decision:
     reports = (Report(text),) if number > 0 else ()
     for id in members:
         state = state.update(id, status=Status.MEMBER)
-    state = replace(state, generation=number, members=tuple(members), broken_at=None, broken_by="", departed=(), changing=False)
+    state = replace(state, generation=number, members=tuple(members), broken_at=None, broken_by="", departed=())
+    state = replace(state, changing=False, left_at=None)
     actions: tuple[Action, ...] = (*reports, Form(number, tuple(members)))
     if _admitted(state, len(members)):  # they arrived during a recovery
         state = replace(state, changing=True)
@@ -270,6 +271,11 @@ def _break(state: State, why: str, now: float) -> tuple[State, tuple[Action, ...
     if state.broken_at is not None or not state.members:
         return state, ()
     return replace(state, broken_at=now, broken_by=why), (Abort(state.members, state.generation, why),)
+
+
+def _restart_wait(state: State, now: float) -> State:
+    """Members that have not left the current generation get the whole hang timeout again."""
+    return replace(state, left_at=now) if state.broken_at is None else replace(state, broken_at=now)
 
 
 def _kill(state: State, ids: Sequence[int], why: str) -> tuple[State, tuple[Action, ...]]:
