@@ -1,7 +1,7 @@
 """Recovery: takes this worker from one generation to the next, with the same state as all others.
 
-With an agent, the survivors of a lost worker form the next generation, bring every member to the greatest committed step, and
-repeat what did not commit. Without an agent (a lone process, torchrun, mpirun) nothing can be recovered: the PeerError is raised.
+With an agent, the survivors of a lost worker form the next generation. If all of them have the averages of the step, they commit
+it; otherwise they repeat it. Without an agent (a lone process, torchrun, mpirun) nothing can be recovered: the PeerError is raised.
 
     a worker is lost, or a change is due
       -> discard the step -> AgentLink.next (the agent names the members) -> rebind to the new comm -> align states -> continue
@@ -30,12 +30,16 @@ T = TypeVar("T")
 class RecoveryCallbacks:
     """What a change of workers asks of the run.
 
-    ``committed_steps()`` is the number of steps this worker has committed. ``discard_step()`` undoes what has not committed.
-    ``rebind(comm)`` lets all parts use the comm of the new generation; all workers call it. ``start()`` runs in the first
-    generation, on all workers: it compares their models and gives all of them the same initial state.
+    ``committed_steps()`` is the number of steps this worker has committed. ``has_averages()`` says whether it has the averages of
+    the next step but no confirmation that all others have them. ``confirm_step()`` lets this worker commit that step;
+    ``discard_step()`` undoes what has not committed. ``rebind(comm)`` lets all parts use the comm of the new generation; all
+    workers call it. ``start()`` runs in the first generation, on all workers: it compares their models and gives all of them the
+    same initial state.
     """
 
     committed_steps: Callable[[], int]
+    has_averages: Callable[[], bool]
+    confirm_step: Callable[[], None]
     discard_step: Callable[[], None]
     rebind: Callable[[Comm], None]
     start: Callable[[], None]
@@ -107,7 +111,8 @@ class Recovery:
         """Leave this generation and enter the next. All members call it, after a loss or after the same step."""
         link = self._workers.link
         assert link is not None
-        self._callbacks.discard_step()
+        if not self._callbacks.has_averages():
+            self._callbacks.discard_step()
         while True:
             self._workers.comm.close()
             try:
@@ -117,18 +122,21 @@ class Recovery:
                 link.report_lost(error)
 
     def _enter(self, comm: Comm) -> None:
-        """Give every member the state of the greatest committed step, or rank 0's if no member holds a state yet."""
+        """Bring this worker to the point where the others are. If no member holds a state yet, all take rank 0's."""
         self._workers.comm = comm
         self._callbacks.rebind(comm)
         journal = self._journal
-        mine = WorkerProgress(self._steps(), journal.passed, journal.inside)
+        mine = WorkerProgress(self._steps(), journal.passed, journal.inside, self._callbacks.has_averages())
         aligned = align(comm, mine, self._state.capture, journal.results, self._device)
         if aligned.state is not None:
             self._state.restore(aligned.state)
-            # A newcomer has passed what the others have passed. A worker that missed a commit has passed no point since.
-            journal.reset(aligned.passed if mine.steps < 0 else 0)
+            journal.reset(aligned.passed)
         elif not self._holds_state:
             self._callbacks.start()
+        if aligned.confirmed:
+            self._callbacks.confirm_step()
+        elif mine.has_averages:
+            self._callbacks.discard_step()
         if aligned.has_result:
             journal.complete(aligned.result)
         self._holds_state = True

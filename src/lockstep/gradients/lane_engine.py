@@ -32,6 +32,7 @@ class Phase(enum.Enum):
     LANE = "a lane was started; its backward has not begun"
     BACKWARD = "inside a lane's backward"
     FOLDED = "the lane's gradients are in the partial sums; more lanes follow"
+    UNCONFIRMED = "this worker has the averages of the step; other workers may still wait for theirs"
     AVERAGED = "the averaged gradients of the step are set"
     DISCARDED = "the set of workers changed; this micro-batch counts for nothing"
 
@@ -221,6 +222,13 @@ class LaneEngine:
         scale = self._weights.scale([weight for word in words for weight in word.weights])
         self._reducer.finish(union([word.present for word in words]), scale)
         self._lane_buffers.average(union([word.changed for word in words]), self._weights, scale)
+        if self._callbacks.on_peer_lost is not None and self.comm.size > 1:
+            self.phase = Phase.UNCONFIRMED
+            self.comm.barrier(f"the confirmation of step {self.step}")
+        self.confirm_step()
+
+    def confirm_step(self) -> None:
+        """Allow the step to commit: every worker has its averages."""
         self.phase = Phase.AVERAGED
         self._callbacks.on_averaged()
 

@@ -140,7 +140,7 @@ class TrainingLoop:
         loop = self._current()
         loop.lane, loop.is_last, loop.committed = lane, is_last, False
         loop.micro_batches += 1
-        loop.generation, loop.calls, loop.skips = self._workers.generation, 0, None
+        loop.generation = self._workers.generation
         self._engine.start_lane(lane, is_last)
         seed_everything(lane_seed(self._seed, self._progress.step, lane))
 

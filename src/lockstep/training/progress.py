@@ -26,10 +26,7 @@ class CurrentLoop:
     micro_batches: int = 0
     """How many micro-batches of this step the worker has begun."""
     generation: int = 0
-    calls: int = 0
-    """How many gated calls (of optimizers and schedulers) were let through in this micro-batch."""
-    skips: int | None = None
-    """How many gated calls the received state contains already, if this worker received it in this micro-batch; -1: all."""
+    """The generation in which this micro-batch began."""
 
 
 @dataclass
@@ -71,15 +68,13 @@ class Progress:
         self.stage, self.position = stage + 1, (0, 0)
 
     def capture(self) -> dict[str, Any]:
-        loop = self.loop
         return {
             "step": self.step,
             "samples": self.samples,
             "stage": self.stage,
             "position": self.position,
             "equal_at": self.equal_at,
-            "in_loop": loop is not None,
-            "calls": loop.calls if loop is not None and loop.committed else -1,
+            "in_loop": self.loop is not None,
             "data": self.data,
         }
 
@@ -96,5 +91,3 @@ class Progress:
         if self.loop is None:
             self.joins_loop = state["in_loop"] and joins
             self.resumed_data = state["data"] if state["in_loop"] else None
-        else:
-            self.loop.committed, self.loop.skips, self.loop.calls = True, state["calls"], 0

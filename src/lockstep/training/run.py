@@ -181,7 +181,14 @@ class Run:
             self._journal,
             self._state,
             self.device,
-            RecoveryCallbacks(lambda: self.step, self._discard_step, self._rebind, self._start),
+            RecoveryCallbacks(
+                committed_steps=lambda: self.step,
+                has_averages=lambda: self._engine.phase is Phase.UNCONFIRMED,
+                confirm_step=self._engine.confirm_step,
+                discard_step=self._discard_step,
+                rebind=self._rebind,
+                start=self._start,
+            ),
         )
 
     def _build_loop(self, log_every: int, on_log: Sink | None, verify_every: int) -> None:

@@ -74,10 +74,7 @@ class RunState:
         }
 
     def restore(self, state: Mapping[str, Any], *, resumes: bool = False) -> None:
-        """Adopt the state of another worker, or (``resumes``) of a checkpoint, which all workers adopt at once.
-
-        In the middle of a loop, the step that this worker missed counts as committed in the current micro-batch.
-        """
+        """Adopt the state of another worker, or (``resumes``) of a checkpoint, which all workers adopt at once."""
         if list(state["objects"]) != self._gate.names():
             raise UsageError(
                 f"the state belongs to a Run with {', '.join(state['objects']) or 'no objects'}; this Run has "
