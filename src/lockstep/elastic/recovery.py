@@ -20,7 +20,7 @@ from lockstep.comm.plain_state import Stateful
 from lockstep.elastic.collective_journal import CollectiveJournal
 from lockstep.elastic.transfer import WorkerProgress, align
 from lockstep.elastic.worker_group import WorkerGroup
-from lockstep.errors import PeerError
+from lockstep.errors import LockstepError, PeerError
 from lockstep.launch import worker
 
 T = TypeVar("T")
@@ -34,7 +34,7 @@ class RecoveryCallbacks:
     the next step but no confirmation that all others have them. ``confirm_step()`` lets this worker commit that step;
     ``discard_step()`` undoes what has not committed. ``rebind(comm)`` lets all parts use the comm of the new generation; all
     workers call it. ``start()`` runs in the first generation, on all workers: it compares their models and gives all of them the
-    same initial state.
+    same initial state. ``aligned(comm)`` is called last, on all workers, when a generation has begun.
     """
 
     committed_steps: Callable[[], int]
@@ -43,6 +43,7 @@ class RecoveryCallbacks:
     discard_step: Callable[[], None]
     rebind: Callable[[Comm], None]
     start: Callable[[], None]
+    aligned: Callable[[Comm], None]
 
 
 class Recovery:
@@ -65,8 +66,13 @@ class Recovery:
             self._callbacks.start()
             return
         worker.step_now = self._callbacks.committed_steps  # shown if the script raises
+        if not self._workers.is_newcomer:
+            self.join(self._workers.comm)
+
+    def join(self, comm: Comm) -> None:
+        """Become a member of the generation that ``comm`` connects. A newcomer receives the state."""
         try:
-            self._enter(self._workers.comm)
+            self._enter(comm)
         except PeerError as error:
             self.recover(error)
 
@@ -131,6 +137,11 @@ class Recovery:
         if aligned.state is not None:
             self._state.restore(aligned.state)
             journal.reset(aligned.passed)
+            self._workers.is_newcomer = False
+        elif self._workers.is_newcomer:
+            raise LockstepError(
+                "all workers that held the state of the run are lost. Start the run again: it resumes from a checkpoint."
+            )
         elif not self._holds_state:
             self._callbacks.start()
         if aligned.confirmed:
@@ -140,6 +151,7 @@ class Recovery:
         if aligned.has_result:
             journal.complete(aligned.result)
         self._holds_state = True
+        self._callbacks.aligned(comm)
 
     def _steps(self) -> int:
         return self._callbacks.committed_steps() if self._holds_state else -1

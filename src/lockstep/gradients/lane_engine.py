@@ -53,7 +53,9 @@ class EngineCallbacks:
     on_averaged: Callable[[], None] = lambda: None
     """Called when the averaged gradients of the step are set."""
     on_peer_lost: Callable[[PeerError], None] | None = None
-    """Called at the end of a backward in which a peer was lost; the micro-batch is then discarded. None: backward() raises."""
+    """Called at the end of a backward in which a peer was lost; it confirms or discards the step. None: backward() raises."""
+    exchange_confirmation: Callable[[Comm, str], None] = lambda comm, what: comm.barrier(what)
+    """Called on all ranks when this rank has the averages. It returns when every rank has them. Not called without on_peer_lost."""
     requests: Callable[[], int] = lambda: 0
     """Returns the request bits that this worker sends with the step (control_word.py)."""
 
@@ -224,7 +226,7 @@ class LaneEngine:
         self._lane_buffers.average(union([word.changed for word in words]), self._weights, scale)
         if self._callbacks.on_peer_lost is not None and self.comm.size > 1:
             self.phase = Phase.UNCONFIRMED
-            self.comm.barrier(f"the confirmation of step {self.step}")
+            self._callbacks.exchange_confirmation(self.comm, f"the confirmation of step {self.step}")
         self.confirm_step()
 
     def confirm_step(self) -> None:
