@@ -43,7 +43,7 @@ from lockstep.training.loop import TrainingLoop
 from lockstep.training.progress import Progress
 from lockstep.training.replica_check import ReplicaCheck
 from lockstep.training.run_state import RunState
-from lockstep.training.script_replay import Place, ScriptReplay
+from lockstep.training.script_replay import ScriptPosition, ScriptReplay
 from lockstep.training.sigterm import Sigterm
 from lockstep.training.step_commit import StepCommit
 from lockstep.training.step_gate import StepGate
@@ -271,7 +271,7 @@ class Run:
     def _resumed(self, step: int) -> None:
         self._progress.equal_at = step
         progress = self._progress
-        self._replay.resume_at(Place(progress.stage, progress.was_in_loop, len(progress.results)))
+        self._replay.resume_at(ScriptPosition(progress.stage, progress.was_in_loop, len(progress.results)))
 
     def _replica_differed(self, equal_at: int) -> None:
         if self._checkpoints is not None:

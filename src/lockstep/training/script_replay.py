@@ -1,10 +1,10 @@
 """ScriptReplay: which loops and collectives this worker's script passes without running them.
 
-A newcomer and a resumed run execute the script from its beginning, but the state belongs to a later place in it. Until the script
-reaches that place, loops are skipped and collectives between loops return their recorded results. What the script does to the
-model, the optimizers or the schedulers on the way has no effect: at the place, the state is adopted.
+A newcomer and a resumed run execute the script from its beginning, but the state belongs to a later position in it. Until the script
+reaches that position, loops are skipped and collectives between loops return their recorded results. What the script does to the
+model, the optimizers or the schedulers on the way has no effect: at that position, the state is adopted.
 
-    resumed run   the checkpoint names the place; the state is restored again there if the script has changed it
+    resumed run   the checkpoint names the position; the state is restored again there if the script has changed it
     newcomer      the agent says which loop the others are in; the state is received at the entry of that loop
 """
 
@@ -25,8 +25,8 @@ from lockstep.training.progress import Progress
 
 
 @dataclass(frozen=True)
-class Place:
-    """A place in the script: in loop ``stage``, or before it, after ``collectives`` collectives between loops."""
+class ScriptPosition:
+    """A position in the script: in loop ``stage``, or before it, after ``collectives`` collectives between loops."""
 
     stage: int
     in_loop: bool
@@ -54,12 +54,12 @@ class ScriptReplay:
 
     def __init__(self, progress: Progress, workers: WorkerGroup, join: Callable[[Comm], None], arrived: Callable[[], None]) -> None:
         self._progress, self._workers, self._join, self._arrived = progress, workers, join, arrived
-        self._place: Place | None = None
+        self._position: ScriptPosition | None = None
         self._sent = 0  # results that this worker, as rank 0, has sent to the agent
 
-    def resume_at(self, place: Place) -> None:
-        """Replay the script up to ``place``, whose state was restored. Called on all workers, in ``Run(...)``."""
-        self._place = place
+    def resume_at(self, position: ScriptPosition) -> None:
+        """Replay the script up to ``position``, whose state was restored. Called on all workers, in ``Run(...)``."""
+        self._position = position
         self._stop_if_arrived()
 
     def enter_loop(self, stage: int) -> LoopEntry:
@@ -70,7 +70,7 @@ class ScriptReplay:
         Raises:
             UsageError: The script has other collectives between loops than before.
         """
-        progress, place = self._progress, self._place
+        progress, position = self._progress, self._position
         if self._workers.is_newcomer:
             assert self._workers.link is not None
             comm = self._workers.link.join_loop(stage)
@@ -79,14 +79,14 @@ class ScriptReplay:
             self._join(comm)
             self._require_same_script(len(progress.results))
             return LoopEntry.JOIN
-        if place is not None and stage < place.stage:
+        if position is not None and stage < position.stage:
             self._stop_if_arrived()
             return LoopEntry.SKIP
         self._report_stage(stage)
-        if place is None:
+        if position is None:
             return LoopEntry.BEGIN
-        self._require_same_script(place.collectives)
-        self._place = None
+        self._require_same_script(position.collectives)
+        self._position = None
         self._arrived()
         return LoopEntry.RESUME
 
@@ -100,10 +100,10 @@ class ScriptReplay:
         if self._workers.is_newcomer:
             assert self._workers.link is not None
             return Recorded(_decode(self._workers.link.recall(number)))
-        if self._place is None:
+        if self._position is None:
             return None
-        if number >= self._place.collectives:
-            self._require_same_script(self._place.collectives)
+        if number >= self._position.collectives:
+            self._require_same_script(self._position.collectives)
         result = Recorded(self._progress.results[number])
         self._stop_if_arrived()
         return result
@@ -132,10 +132,10 @@ class ScriptReplay:
             link.enter_stage(stage)
 
     def _stop_if_arrived(self) -> None:
-        place, progress = self._place, self._progress
-        here = Place(progress.loops_reached, False, progress.collectives_reached)
-        if place == here:
-            self._place = None
+        position, progress = self._position, self._progress
+        here = ScriptPosition(progress.loops_reached, False, progress.collectives_reached)
+        if position == here:
+            self._position = None
             self._arrived()
 
     def _require_same_script(self, collectives: int) -> None:
