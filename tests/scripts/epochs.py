@@ -1,6 +1,6 @@
 """Trains as tutorials write it: a plain range of epochs, and code between the loops that changes the state.
 
-EPOCHS_CHECKPOINT: where checkpoints are saved. EPOCHS_HOLD_AT: from this step on the loop is slow until there is a file named hurry.
+EPOCHS_CHECKPOINT: where checkpoints are saved. EPOCHS_HOLD_AT: from this step on the loop is slow until a file named hurry appears.
 EPOCHS_DIE_IN: worker 1 is killed at this place, once. It writes pid-<worker>, step, and done-<worker>, the digest of its state.
 """
 

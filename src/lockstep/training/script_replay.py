@@ -1,6 +1,6 @@
 """ScriptReplay: which loops and collectives this worker's script passes without running them.
 
-A newcomer and a resumed run execute the script from its beginning, but the state belongs to a later position in it. Until the script
+A newcomer and a resumed run execute the script from its beginning, but the state belongs to a later position in it. Until it
 reaches that position, loops are skipped and collectives between loops return their recorded results. What the script does to the
 model, the optimizers or the schedulers on the way has no effect: at that position, the state is adopted.
 
