@@ -54,5 +54,11 @@ def join_workers(endpoint: AgentEndpoint | None, options: CommOptions, max_worke
         return WorkerGroup(comm, comm.size)
     options = replace(options, timeout_s=min(options.timeout_s, endpoint.hang_timeout_s))
     link = AgentLink(endpoint, options)
-    comm = link.join(max_workers or endpoint.start_size)
+    joined = link.join(max_workers or endpoint.start_size)
+    if joined is not None and joined.rank == 0:
+        link.enter_stage(0)
+    joined = joined or link.join_loop(0)
+    if joined is None:
+        raise NotImplementedError("a newcomer that passes a loop")
+    comm = joined
     return WorkerGroup(comm, endpoint.start_size or comm.size, link)
