@@ -77,6 +77,8 @@ class ExitStatus:
 
     def after_end(self, end: End) -> tuple[int, str]:
         """The run is over: show the last message; returns the exit code, which is the script's own if it failed, and the reason."""
+        for note in end.notes:
+            self._console.say(note)
         code = self._code_after(end.code)
         if code != 0:
             why = f"the run ended with code {code}: {first_line(end.why)}"
