@@ -73,7 +73,7 @@ class Target:
         except UsageError:
             return "refused"
         assert found is not None
-        manifest, state = found
+        manifest, state = found.manifest, found.state
         if not {"parameters", "buffers", "objects", "registered", "progress"} <= set(state):
             return "refused"  # by Run, which loads nothing then
         assert self._sum(state) == self._expected[manifest.step], f"step {manifest.step} was loaded wrongly"

@@ -237,7 +237,7 @@ class Run:
         self._engine.rebind(comm)
         self._consistency.new_generation()
         if self._checkpoints is not None:
-            self._checkpoints.abandon()
+            self._checkpoints.new_generation()
 
     def _start(self) -> None:
         self._consistency.require_same()
@@ -547,7 +547,7 @@ class Run:
             if sys.exc_info()[0] is None and self._state.began:
                 with suppress(PeerError):  # the other workers are gone, and their parts with them
                     checkpoints.finish(self.step)
-            checkpoints.abandon()
+            checkpoints.close()
         while self._undo:
             self._undo.pop()()
         if self._owns_comm:
