@@ -193,7 +193,7 @@ class Checkpoints:
             return save
         if self._state is State.WRITING:
             return WROTE if self._latest.is_written else 0
-        return save | (PUBLISHED if self._latest.is_published else 0)
+        return save | (PUBLISHED if self._latest.has_publication_ended else 0)
 
     def is_due(self, now: StepEnd) -> bool:
         """Return whether the workers must call ``perform`` at the end of this step. Called after every step."""

@@ -62,11 +62,12 @@ def join_workers(endpoint: AgentEndpoint | None, options: CommOptions, max_worke
             timeout_s=options.timeout_s,
             kind=options.kind,
             need_bytes=options.bucket_bytes(World.detect().size),
+            place=options.place,
         )
         return WorkerGroup(comm, comm.size)
     options = replace(options, timeout_s=min(options.timeout_s, endpoint.hang_timeout_s))
     link = AgentLink(endpoint, options)
-    comm = link.join(max_workers or endpoint.start_size)
-    if comm is None:  # the run is under way: this worker joins at the loop that the others are in
+    joined = link.join(max_workers or endpoint.start_size)
+    if joined is None:  # the run is under way: this worker joins at the loop that the others are in
         return WorkerGroup(loopback(1, options.timeout_s)[0], endpoint.start_size, link, is_newcomer=True)
-    return WorkerGroup(comm, endpoint.start_size or comm.size, link)
+    return WorkerGroup(joined, endpoint.start_size or joined.size, link)

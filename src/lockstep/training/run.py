@@ -43,6 +43,7 @@ from lockstep.training.loop import TrainingLoop
 from lockstep.training.progress import Progress
 from lockstep.training.replica_check import ReplicaCheck
 from lockstep.training.run_state import RunState
+from lockstep.training.script_place import describe_place
 from lockstep.training.script_replay import ScriptPosition, ScriptReplay
 from lockstep.training.sigterm import Sigterm
 from lockstep.training.step_commit import StepCommit
@@ -113,6 +114,7 @@ class Run:
         self.model, self.seed, self.exact = model, seed, exact
         params = [p for _, p in parameters_of(model, ())]
         self.device = device_of(params)
+        self._progress = Progress()
         self._owns_comm = comm is None or isinstance(comm, str)
         self._workers = self._join(params, lanes, comm, timeout_s)
         self.lanes = self._workers.start_size if lanes is None else lanes
@@ -144,11 +146,12 @@ class Run:
             count = lanes or workers
             return trained * fold(count, assign_lanes(count, workers)).width
 
-        return join_workers(self._endpoint, CommOptions(self.device, comm, timeout_s, bucket_bytes), lanes)
+        options = CommOptions(self.device, comm, timeout_s, bucket_bytes, lambda: describe_place(self._progress))
+        return join_workers(self._endpoint, options, lanes)
 
     def _build_step(self, objects: tuple[Any, ...], bucket_mb: float) -> None:
         """What happens within one step: gradients, and the calls that commit it."""
-        self._journal, self._progress = CollectiveJournal(), Progress()
+        self._journal = CollectiveJournal()
         has_agent = self._workers.link is not None
         callbacks = EngineCallbacks(
             settings_hash=lambda: self._gate.settings_hash(),
