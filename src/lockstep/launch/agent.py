@@ -69,6 +69,7 @@ class Agent:
         self._results = RecordedResults(self._workers.send, self._console.say)
         self._idle_times = IdleTimes()
         self._idle_at = 0.0
+        self._run_folder_error_shown = False
         self._state, self._first_actions, _ = begin(settings.size, settings.policy)
         self._ranks: dict[int, int] = {id: id for id in range(settings.size)}
         self._pending_spawns: list[tuple[float, tuple[int, ...]]] = []  # (when, workers)
@@ -116,6 +117,10 @@ class Agent:
 
     def _on_time(self, now: float) -> None:
         self._output.flush()
+        if self._run_folder.error is not None and not self._run_folder_error_shown:
+            self._run_folder_error_shown = True
+            path, why = self._run_folder.path / "events.jsonl", self._run_folder.error.strerror
+            self._console.say(f"{path} cannot be written ({why}). Events are lost until it can. Training continues.")
         self._console.redraw(now)
         self._shutdown.on_time(now)
         for id in [id for id, when in self._pending_kills.items() if when <= now]:
