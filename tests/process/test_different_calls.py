@@ -8,13 +8,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+import lockstep
 from lockstep.comm.base import Comm
 from lockstep.comm.exchange import broadcast_in_place, gather_bytes
 from lockstep.comm.open_comm import open_comm
 from lockstep.errors import PeerError, UsageError
 from lockstep.plan.tree import fold
 from lockstep.world import World
+from tests.lane_jobs import BATCH, LANES, dataset, sgd
+from tests.models import MLP
 from tests.workers import run_workers
 
 KINDS = ["shm", "gloo", "twolevel"]
@@ -114,3 +118,72 @@ def arrive_late(rank: int, size: int, kind: str) -> int:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_slow_worker_is_not_mistaken_for_one_in_another_call(kind: str) -> None:
     assert run_workers(arrive_late, 3, kind) == [1, 1, 1]
+
+
+def train_apart(rank: int, size: int, kind: str, mistake: str) -> tuple[str, int]:
+    """Rank 1 makes a mistake after step 3 of the first loop. Returns the error, and how many steps this worker committed."""
+    model = MLP()
+    opt = sgd(model)
+    run = lockstep.Run(model, opt, lanes=LANES, seed=3, comm=kind, timeout_s=TIMEOUT_S)
+
+    def loop(last: int) -> None:
+        for x, y in run.shard(dataset(), global_batch=BATCH, epochs=6):
+            F.cross_entropy(model(x), y).backward()
+            opt.step()
+            opt.zero_grad()
+            if run.step == last and run.committed:
+                return
+
+    try:
+        loop(3)
+        if rank == 1 and mistake == "evaluates alone":
+            run.evaluate(lambda batch: {"n": len(batch[0])}, dataset(), global_batch=BATCH)
+        if rank == 1 and mistake == "saves what others do not":
+            gather_bytes(run._workers.comm, b"\xff", "the name of a checkpoint")
+        if rank == 1 and mistake == "leaves a loop early":
+            loop(5)
+        else:
+            loop(9)
+        loop(12)
+    except (UsageError, PeerError) as error:
+        return f"{type(error).__name__}: {error}", run.step
+    return "no error", run.step
+
+
+@pytest.mark.parametrize("mistake", ["evaluates alone", "saves what others do not", "leaves a loop early"])
+@pytest.mark.parametrize("kind", KINDS[:2])
+def test_workers_at_different_places_of_a_script_do_not_train_together(kind: str, mistake: str) -> None:
+    outcomes = run_workers(train_apart, 3, kind, mistake)
+    assert len({message for message, _ in outcomes}) == 1, outcomes
+    message = outcomes[0][0]
+    assert message.startswith("UsageError: the workers are in different calls: ranks 0, 2 are in "), message
+    assert "rank 1 is in " in message
+    assert {step for _, step in outcomes} == {5 if mistake == "leaves a loop early" else 3}
+
+
+def retry(rank: int, size: int, kind: str) -> tuple[str, int]:
+    """Rank 1 skips a loop, in a way that no collective shows: it has the stage, the step and the data of another loop."""
+    model = MLP()
+    opt = sgd(model)
+    run = lockstep.Run(model, opt, lanes=LANES, seed=3, comm=kind, timeout_s=TIMEOUT_S)
+    if rank == 1:
+        run._progress.stages_entered = run._progress.stage = 1
+    try:
+        for x, y in run.shard(dataset(), global_batch=BATCH, epochs=6):
+            F.cross_entropy(model(x), y).backward()
+            opt.step()
+            opt.zero_grad()
+    except (UsageError, PeerError) as error:
+        return f"{type(error).__name__}: {error}", run.step
+    return "no error", run.step
+
+
+@pytest.mark.parametrize("kind", KINDS[:2])
+def test_workers_of_different_loops_do_not_commit_a_step(kind: str) -> None:
+    expected = (
+        "UsageError: the workers are in different loops or steps: ranks 0, 2 at step 0 of the run (loop 0, epoch 0, step 0 of the "
+        "epoch); rank 1 at step 0 of the run (loop 1, epoch 0, step 0 of the epoch)."
+    )
+    for message, step in run_workers(retry, 3, kind):
+        assert message.startswith(expected), message
+        assert step == 0

@@ -116,10 +116,11 @@ def require_equal(comm: Comm, rows: Sequence[Row], differ: str, remedy: str) -> 
     if comm.size == 1:
         return
     text = json.dumps(rows).encode()
-    digests = gather_bytes(comm, hashlib.sha256(text).digest(), "the digest that all ranks compare")
+    check = f"the check whether ranks {differ}"
+    digests = gather_bytes(comm, hashlib.sha256(text).digest(), check)
     if len(set(digests)) == 1:
         return
-    everyone = [json.loads(each) for each in gather_bytes(comm, text, "the values that all ranks compare")]
+    everyone = [json.loads(each) for each in gather_bytes(comm, text, f"{check} (in detail)")]
     raise UsageError(f"{_describe_difference(everyone, differ)}. {remedy}")
 
 

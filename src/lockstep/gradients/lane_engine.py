@@ -19,7 +19,15 @@ from torch import nn
 from lockstep.comm.base import Comm
 from lockstep.errors import PeerError, UsageError
 from lockstep.gradients.autograd_hooks import AutogradHooks
-from lockstep.gradients.control_word import COUNTED, WEIGHED, ControlWord, exchange_words, union
+from lockstep.gradients.control_word import (
+    COUNTED,
+    WEIGHED,
+    ControlWord,
+    Position,
+    exchange_words,
+    require_same_position,
+    union,
+)
 from lockstep.gradients.lane_buffers import LaneBuffers
 from lockstep.gradients.lane_reducer import LaneReducer, LaneWeights, WeightedMicroBatch
 from lockstep.gradients.module import HookedModule
@@ -133,9 +141,13 @@ class LaneEngine:
 
     # -- called by the training loop ---------------------------------------------------------
 
-    def start_step(self, step: int, counts: Sequence[int]) -> None:
-        """A step begins, possibly again. ``counts``: the number of samples of every lane of the run."""
-        self.step = step
+    def start_step(self, step: int, counts: Sequence[int], position: Position = (0, 0, 0)) -> None:
+        """A step begins, possibly again.
+
+        ``counts``: the number of samples of every lane of the run. ``position``: (stage of the loop, epoch, index in the epoch),
+        which must be equal on all ranks.
+        """
+        self.step, self._position = step, position
         self._weights = LaneWeights(step, counts, self.my_lanes)
         self._settings_hash: int | None = None
         self._reducer.start_step(step)
@@ -239,15 +251,12 @@ class LaneEngine:
         if settings_hash != self._settings_hash:
             self._callbacks.on_settings_differ(None)
         requests, weights = self._callbacks.requests() | self._weights.kinds(), tuple(self._weights.mine.values())
-        return ControlWord(self.step, settings_hash, requests, weights, bytes(self._reducer.present), self._lane_buffers.changed())
+        present, changed = bytes(self._reducer.present), self._lane_buffers.changed()
+        return ControlWord(self.step, self._position, settings_hash, requests, weights, present, changed)
 
     def _compare(self, words: Sequence[ControlWord]) -> None:
+        require_same_position(words)
         for rank, word in enumerate(words):
-            if word.step != words[0].step:
-                raise UsageError(
-                    f"rank {rank} is at step {word.step}, but rank 0 is at step {words[0].step}. Every worker must run the same "
-                    "loops over run.shard(...) and leave them at the same step."
-                )
             if word.settings_hash != words[0].settings_hash:
                 self._callbacks.on_settings_differ(rank)
         kinds = {word.requests & (WEIGHED | COUNTED) for word in words} - {0}

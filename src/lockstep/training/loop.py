@@ -134,7 +134,7 @@ class TrainingLoop:
 
         def start() -> None:
             self._consistency.compare_trainable()
-            self._engine.start_step(self._progress.step, step.counts)
+            self._engine.start_step(self._progress.step, step.counts, (loop.stage, step.epoch, step.index))
 
         self._or_restart_step(start)
         self._commit.start_step()
