@@ -243,7 +243,7 @@ def test_tied_weights_and_every_dtype(tmp_path: Path) -> None:
 def test_a_checkpoint_of_another_model_or_run_is_refused(tmp_path: Path) -> None:
     train(tmp_path, 4)
     narrow = nn.Sequential(nn.Linear(12, 5), nn.Linear(5, 4))
-    with pytest.raises(UsageError, match=r"is of another model: it has no 0\.weight"):
+    with pytest.raises(UsageError, match=r"is of another model: 0\.weight is missing in the checkpoint"):
         train(tmp_path, model=narrow)
     model = build("mlp")
     opt = torch.optim.AdamW(model.parameters())
@@ -265,9 +265,7 @@ def test_a_parameter_of_another_shape_is_named(tmp_path: Path) -> None:
             with lockstep.Run(model, opt, lanes=1, checkpoint=tmp_path) as run:
                 run.save()
         else:
-            with pytest.raises(
-                UsageError, match=r"its 0.weight has shape \[6, 12\] and dtype float32, in this model it has shape \[7, 12\]"
-            ):
+            with pytest.raises(UsageError, match=r"0.weight has shape \[6, 12\] .* in the checkpoint, and has shape \[7, 12\]"):
                 lockstep.Run(model, opt, lanes=1, checkpoint=tmp_path)
 
 
