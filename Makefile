@@ -1,20 +1,26 @@
 # make train   creates .venv, installs, and trains a small GPT on all cores of this machine
 # make test    ruff, mypy, the docs and the whole test suite
+# make quick   ruff, mypy, the unit tests, and workers that are lost in every gap of a step
 # make docs    builds the docs into build/docs; open build/docs/index.html
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 CORES := $(shell nproc 2>/dev/null || sysctl -n hw.ncpu)
 INSTALLED := $(VENV)/.installed
+# Two tests at a time: more tests would disturb those that measure time.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: train test lint docs bench chaos gpu clean
+.PHONY: train test quick lint docs bench chaos gpu clean
 .DELETE_ON_ERROR:
 
 train: $(INSTALLED)
 	$(BIN)/lockstep run -n $(CORES) examples/train_gpt.py $(ARGS)
 
 test: lint docs
-	$(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
+
+quick: lint
+	$(PYTEST) --ignore tests/unit/test_crash.py tests/unit tests/process/test_survive.py $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
