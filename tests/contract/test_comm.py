@@ -162,7 +162,7 @@ def aborts(comm: Comm) -> list[float]:
     """
     comm.barrier("the start")
     if comm.rank == comm.size - 1:
-        time.sleep(1.0)  # never sends, but does not leave either: its closing connections would end the waits
+        time.sleep(0.5)  # never sends, but does not leave either: its closing connections would end the waits
         return []
     pending = [comm.reduce(torch.ones(1000), "sum", f"bucket {i}") for i in range(3)]
     step_end: list[float] = []

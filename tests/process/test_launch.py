@@ -16,8 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import DEADLINE_S, LaunchedRun, is_running, wait_until
+from tests.launch import DEADLINE_S, LaunchedRun, is_running
 from tests.launch import launch as launch_in
+from tests.waiting import wait_until
 
 RANK = "import os, sys, signal, time\nrank = int(os.environ.get('LOCKSTEP_RANK', -1))\n"
 PID = "open('pid-' + os.environ['LOCKSTEP_WORKER'], 'w').write(f'{os.getpid()}\\n')\n"
