@@ -72,6 +72,7 @@ print("to stderr", rank, file=sys.stderr)
     assert not (run.run_dir / "agent.sock").exists()
 
 
+@pytest.mark.slow
 def test_threads_that_the_user_has_set_stay(launch: Callable[..., LaunchedRun]) -> None:
     run = launch(
         "import torch; print(torch.get_num_threads(), os.environ['OMP_NUM_THREADS'])",
@@ -82,6 +83,7 @@ def test_threads_that_the_user_has_set_stay(launch: Callable[..., LaunchedRun]) 
     assert run.stdout() == "3 3\n"
 
 
+@pytest.mark.slow
 def test_a_module_of_a_package_is_run(tmp_path: Path) -> None:
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").write_text("")
@@ -318,6 +320,7 @@ def test_kill_9_of_the_zygote_disturbs_nobody(launch: Callable[..., LaunchedRun]
     assert (run.log(0), run.log(1)) == ("went on 0\n", "went on 1\n")
 
 
+@pytest.mark.slow
 def test_kill_9_of_the_zygote_while_it_imports_only_costs_time(launch: Callable[..., LaunchedRun]) -> None:
     run = launch("print('there')", "-n", "2", own_imports=True)
     zygote = run.zygote()
@@ -403,6 +406,7 @@ print(hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parame
     assert len(run.stdout()) == 65
 
 
+@pytest.mark.slow
 def test_a_console_that_is_closed_does_not_stop_the_run(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("import os\nfor i in range(1000): print('x' * 100)\nopen('done', 'w').close()")
     arguments = f"{sys.executable} -m lockstep run --run-dir run script.py"
@@ -458,6 +462,7 @@ line.send(json.dumps({"type": "progress", "step": 7, "epoch": 1, "values": {"los
     assert run.stderr() == "lockstep: step 7 | epoch 1 | loss 0.25 | 1 worker\n"
 
 
+@pytest.mark.slow
 def test_a_terminal_gets_a_live_line_and_ctrl_c_reaches_workers_once(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(
         RANK

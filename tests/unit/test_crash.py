@@ -15,6 +15,8 @@ from lockstep.checkpoint.storage import open_storage
 from tests.checkpoint_jobs import Job, faulty
 from tests.workers import run_workers
 
+pytestmark = pytest.mark.slow
+
 
 def operations(tmp_path: Path) -> int:
     """How many there are in the second checkpoint of a job, which also removes the first."""

@@ -14,6 +14,7 @@ from lockstep.checkpoint.tensor_file import Damaged
 from tests.fuzz import Target, play
 
 
+@pytest.mark.slow
 def test_damage_is_detected_or_harmless(tmp_path: Path) -> None:
     target = Target(tmp_path)
     target.restore()
