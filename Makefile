@@ -1,14 +1,16 @@
 # make train   creates .venv, installs, and trains a small GPT on all cores of this machine
-# make test    ruff, mypy, the docs and the whole test suite
-# make quick   ruff, mypy, the unit tests, and workers that are lost in every gap of a step
+# make test    ruff, mypy, the docs and the whole test suite, two tests at a time
+# make quick   ruff, mypy and the tests that find most mistakes: less than 90 s on 2 cores
 # make docs    builds the docs into build/docs; open build/docs/index.html
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 CORES := $(shell nproc 2>/dev/null || sysctl -n hw.ncpu)
 INSTALLED := $(VENV)/.installed
-# Two tests at a time: more tests would disturb those that measure time.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
+# More than two tests at a time would disturb the tests that measure time.
+PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+JOBS ?= 2
+QUICK := tests/unit tests/contract/test_comm.py $(addprefix tests/process/test_,join.py run_workers.py ddp.py survive.py launch.py)
 
 .PHONY: train test quick lint docs bench chaos gpu clean
 .DELETE_ON_ERROR:
@@ -20,7 +22,7 @@ test: lint docs
 	$(PYTEST) $(ARGS)
 
 quick: lint
-	$(PYTEST) --ignore tests/unit/test_crash.py tests/unit tests/process/test_survive.py $(ARGS)
+	$(PYTEST) -m "not slow" $(QUICK) $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
