@@ -104,11 +104,11 @@ def test_a_lock_in_the_run_folder_holds_nobody_up(launch: Callable[..., Launch])
     """As a worker did that was stopped while it wrote to the file in which the workers of a generation met."""
     run = launch(script(epochs=40), "-n", "3", "--hang-timeout", "2")
     await_step(run, 1)
-    files = [(run.run_dir / f"store-{generation}").open("w") for generation in (1, 2)]
-    for file in files:
-        fcntl.flock(file, fcntl.LOCK_EX)
-    os.kill(noted(run, "pid")[1], signal.SIGKILL)
-    assert run.wait() == 0, run.stderr()
+    with (run.run_dir / "store-1").open("w") as first, (run.run_dir / "store-2").open("w") as second:
+        fcntl.flock(first, fcntl.LOCK_EX)
+        fcntl.flock(second, fcntl.LOCK_EX)
+        os.kill(noted(run, "pid")[1], signal.SIGKILL)
+        assert run.wait() == 0, run.stderr()
     assert "hangs" not in run.stderr()
     assert len(weights(run)) == 1
 
@@ -207,10 +207,11 @@ def test_workers_killed_after_sigterm_in_mid_step_are_no_success(launch: Callabl
     stand_still = "if run.step == 5: time.sleep(60)"
     run = launch(script(stand_still), "-n", "2")
     until(lambda: [noted(run, "step").get(id) for id in (0, 1)] == [5, 5])
-    pids = noted(run, "pid")
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        for pid in pids.values():
-            os.kill(pid, number)
+    for pid in noted(run, "pid").values():
+        os.kill(pid, signal.SIGTERM)
+    until(lambda: (run.run_dir / "events.jsonl").read_text().count('"LeaveRequested"') == 2)
+    for pid in noted(run, "pid").values():
+        os.kill(pid, signal.SIGKILL)
     assert run.wait() == 128 + signal.SIGKILL
     assert "no worker is left" in run.stderr()
 

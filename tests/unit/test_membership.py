@@ -260,7 +260,8 @@ def test_whatever_happens_survivors_are_never_stuck(size: int, random: Random) -
                 owed.append(JoinRequested(action.worker, stage=stage))
             elif isinstance(action, (Abort, Change)):
                 owed = [e for e in owed if not isinstance(e, Ready)]
-                owed += [Ready(id, action.generation) for id in action.workers]
+                owed += [Ready(id, action.generation, steps + isinstance(action, Change)) for id in action.workers]
+                steps += isinstance(action, Change)  # they leave after a step
             elif isinstance(action, Form):
                 assert action.number == number + 1
                 number = action.number
@@ -351,3 +352,178 @@ def test_if_all_workers_want_to_leave_they_are_stopped_together() -> None:
         state, ScriptFinished(0), ScriptFinished(1), Died(0, "exit code 0", exited=True), Died(1, "exit code 0", exited=True)
     )
     assert actions[-1] == End(0, "all workers have finished")
+
+
+# -- newcomers -------------------------------------------------------------------------------------
+
+
+def test_a_newcomer_prepares_and_is_taken_in_where_the_others_are() -> None:
+    state, actions = play(running(2), ScaleRequested(3), JoinRequested(2))
+    assert actions == [Spawn((2,)), Prepare(2, 2)]
+    state, _ = play(state, StageEntered(0, 1))
+    state, actions = play(state, JoinRequested(2, stage=0))
+    assert actions == [Pass(2, 0)]
+    early, actions = play(state, JoinRequested(2, stage=2))  # it is ahead: the others have not come to that loop
+    assert actions == []
+    _, actions = play(early, StageEntered(0, 2))
+    assert actions == [Change((0, 1), 0)]
+    state, actions = play(state, JoinRequested(2, stage=1))
+    assert actions == [Change((0, 1), 0)]
+    _, actions = play(state, StageEntered(0, 2))  # the others enter the next loop before they have left the generation
+    assert actions == [Pass(2, 1)]
+    state, actions = play(state, Ready(0, 0, 3), Ready(1, 0, 3))
+    assert actions == [Form(1, (0, 1, 2))]
+
+
+def test_only_a_member_says_which_loop_the_run_is_in_and_it_never_goes_back() -> None:
+    state, _ = play(running(2), StageEntered(0, 3), ScaleRequested(3), JoinRequested(2), StageEntered(2, 7), StageEntered(1, 2))
+    assert state.stage == 3
+
+
+def test_a_newcomer_that_sets_up_holds_nobody_up_and_its_death_is_replaced() -> None:
+    state, _ = play(running(2, Policy(hang_timeout_s=5)), Died(1, "SIGKILL"), Ready(0, 0), JoinRequested(2))
+    assert decide(state, Tick(((2, 1000.0),)), 1000.0)[1] == ()
+    _, actions = play(state, Died(2, "SIGKILL"))
+    assert actions == [Spawn((3,))]
+    _, actions = play(state, Ready(0, 1))
+    assert actions == [Form(2, (0,))]
+
+
+def test_a_newcomer_whose_script_ends_early_does_not_end_the_run() -> None:
+    state, _ = play(running(2), ScaleRequested(3), JoinRequested(2), ScriptFinished(2), Died(2, "exit code 0", exited=True))
+    _, actions = play(state, ScaleRequested(3), JoinRequested(3))
+    assert actions == [Spawn((3,)), Prepare(3, 2)]
+
+
+# -- the hang timeout ------------------------------------------------------------------------------
+
+
+def test_a_member_that_does_not_leave_while_others_have_left_is_killed_though_nothing_is_broken() -> None:
+    state, _ = play(running(3, Policy(hang_timeout_s=5)), ScaleRequested(4), newcomer(3))
+    assert decide(state, Tick(), 1000.0)[1] == ()  # they are in a step
+    state, _ = play(state, Ready(0, 0, 7), Ready(2, 0, 7), now=100.0)
+    assert decide(state, Tick(), 104.0)[1] == ()
+    state, actions = play(state, Tick(), now=106.0)
+    (action,) = actions
+    assert isinstance(action, Kill)
+    assert action.worker == 1
+    assert action.why == (
+        "it did not leave generation 0 within 5 s, while 2 of 3 members waited for the next one; "
+        "it was in generation 0 after 7 committed steps. --hang-timeout raises the limit"
+    )
+    assert decide(state, Tick(), 120.0)[1] == ()  # killed once
+    _, actions = play(state, Died(1, "SIGKILL"), now=107.0)
+    assert Form(1, (0, 2)) in actions
+
+
+def test_behind_the_last_loop_idle_workers_are_killed_and_those_that_work_are_not() -> None:
+    state, _ = play(running(3, Policy(hang_timeout_s=10)), ScriptFinished(0))
+    assert decide(state, Tick(((0, 0.0), (1, 12.0), (2, 3.0))), 50.0)[1] == ()
+    _, (action,), _ = decide(state, Tick(((0, 0.0), (1, 13.0), (2, 3.0))), 50.0)
+    assert isinstance(action, Kill)
+    assert action.worker == 1
+    assert "used no CPU time for 12.5 s" in action.why
+    _, actions, _ = decide(state, Tick(((0, 13.0), (1, 13.0))), 50.0)  # worker 1 may wait for worker 0, which hangs at exit
+    assert [action.worker for action in actions] == [0]
+    assert decide(running(2), Tick(((0, 1000.0),)), 50.0)[1] == ()  # nobody has finished
+
+
+def test_workers_without_a_run_are_watched_too_once_others_have_finished() -> None:
+    state, _, _ = begin(2, Policy(hang_timeout_s=10))
+    state, _ = play(state, ScriptFinished(0), Died(0, "exit code 0", exited=True))
+    _, actions, _ = decide(state, Tick(((1, 13.0),)), 50.0)
+    assert [action.worker for action in actions] == [1]
+
+
+# -- recovery without progress, and how a run ends -------------------------------------------------
+
+
+def lose(state: State, step: int) -> tuple[State, list[Action]]:
+    """Both members lose each other in the current generation, after so many committed steps."""
+    number = state.generation
+    lost = [PeersLost(0, number, why="rank 1 sent 3 bytes"), PeersLost(1, number, why="rank 0 sent 4 bytes")]
+    return play(state, *lost, Ready(0, number, step), Ready(1, number, step))
+
+
+def test_generations_without_a_commit_a_death_or_a_join_are_bounded() -> None:
+    state = running(2)
+    for number in range(1, 4):
+        state, actions = lose(state, 0)
+        assert actions[-1] == Form(number, (0, 1))
+    end = lose(state, 0)[1][-1]
+    assert isinstance(end, End)
+    assert end.code == 1
+    assert "generations 0 to 3 ended without a committed step" in end.why
+    assert "worker 0: rank 1 sent 3 bytes; worker 1: rank 0 sent 4 bytes" in end.why
+    for step in range(1, 10):  # with a commit in each there is no bound
+        state, actions = lose(state, step)
+        assert isinstance(actions[-1], Form)
+
+
+def test_replacements_that_never_reach_a_commit_are_bounded_by_number() -> None:
+    """However far apart they die: the window of time does not help."""
+    state = running(2, Policy(max_respawns=3))
+    now, worker, spawned = 0.0, 1, 0
+    for _ in range(10):
+        state, actions = play_all(state, Died(worker, "SIGKILL"), now=now)
+        starts = [action for action in actions if isinstance(action, Spawn)]
+        if not starts:
+            break
+        spawned += 1
+        (worker,) = starts[0].workers
+        now += 1000.0
+        state, _ = play(state, Ready(0, state.generation, spawned), Committed(0, spawned + 1), JoinRequested(worker), now=now)
+    assert spawned == 3
+    limit = "3 replacements in a row died before they took part in a step (--max-respawns)"
+    assert Report(f"worker 4 is not replaced: {limit}") in actions
+
+
+def test_a_replacement_that_took_part_in_a_step_counts_as_a_success() -> None:
+    state = running(2, Policy(max_respawns=1))
+    now = 0.0
+    for worker in range(1, 6):
+        state, actions = play(state, Died(worker, "SIGKILL"), now=now)
+        assert Spawn((worker + 1,)) in actions
+        now += 1000.0
+        state, _ = play(
+            state, Ready(0, state.generation, worker), newcomer(worker + 1), Ready(0, state.generation + 1, worker), now=now
+        )
+        assert state.members == (0, worker + 1)
+        state, _ = play(state, Committed(0, worker + 1), now=now)
+
+
+def test_workers_that_were_told_to_leave_and_are_killed_first_are_no_success() -> None:
+    _, actions = play(running(2), LeaveRequested(0), LeaveRequested(1), Died(0, "SIGKILL"), Died(1, "SIGKILL"))
+    assert isinstance(actions[-1], End)
+    assert actions[-1].code == 1
+
+
+def test_a_worker_that_dies_when_others_have_finished_is_no_success() -> None:
+    _, actions = play(running(2), ScriptFinished(1), Died(1, "exit code 0", exited=True), Died(0, "SIGKILL"))
+    assert isinstance(actions[-1], End)
+    assert actions[-1].code == 1
+    _, actions = play(running(2), Died(0, "SIGKILL"), ScriptFinished(1), Died(1, "exit code 0", exited=True))
+    assert isinstance(actions[-1], End)
+    assert actions[-1].code == 1
+    assert "worker 0 died (SIGKILL) before the end of the script" in actions[-1].why
+    recovered, _ = play(running(2), Died(0, "SIGKILL"), Ready(1, 0, 3))  # the other worker repeats the step
+    _, actions = play(recovered, ScriptFinished(1), Died(1, "exit code 0", exited=True))
+    assert actions[-1] == End(0, "all workers have finished")
+
+
+def test_the_same_error_at_the_same_place_ends_the_run_at_whatever_steps() -> None:
+    first = ScriptRaised(1, 3, "ValueError: bad value on rank 1", "ValueError at train.py:7")
+    state, actions = play(running(3), first, Died(1, "exit code 1", exited=True), Ready(0, 0, 3), Ready(2, 0, 3))
+    assert not any(isinstance(action, End) for action in actions)
+    _, actions = play(state, ScriptRaised(2, 9, "ValueError: other", "ValueError at train.py:7"))
+    assert not any(isinstance(action, End) for action in actions)
+    _, actions = play(state, ScriptRaised(3, -1, "ValueError: bad value on rank 2", "ValueError at train.py:7"))
+    assert isinstance(actions[0], End)
+    assert "train.py:7 on more than one worker: ValueError: bad value on rank 2" in actions[0].why
+
+
+def test_workers_that_were_not_replaced_are_named_at_the_end() -> None:
+    state, _ = play(running(2, Policy(max_respawns=0)), Died(1, "SIGKILL"), Ready(0, 0), ScriptFinished(0))
+    _, actions = play(state, Died(0, "exit code 0", exited=True))
+    note = "worker 1 is not replaced: --max-respawns allows 0 replacements in 5 minutes"
+    assert actions == [End(0, "all workers have finished", (note,))]

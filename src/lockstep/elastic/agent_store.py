@@ -91,6 +91,8 @@ class AgentStore(AbortableStore):
     def num_keys(self) -> int:
         return int(self._ask("count", [], self._timeout_s))
 
+    deleteKey, getNumKeys = delete_key, num_keys  # the names by which C++ calls them
+
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout_s = timeout.total_seconds()
 

@@ -169,6 +169,7 @@ def _on_death(state: State, event: Died, now: float) -> Decision:
         state,
         workers=tuple(each for each in state.workers if each.id != worker.id),
         members=tuple(id for id in state.members if id != worker.id),
+        fruitless=0,
     )
     if was_member and not worker.finished and not has_left:
         state = replace(state, unfinished=(*state.unfinished, why))
