@@ -9,12 +9,13 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.process.test_launch import Launch, children, command, is_running, until
+from tests.launch import LaunchedRun, is_running
+from tests.waiting import wait_until
 
 TRAIN = """
 import os, signal, sys, time
@@ -50,38 +51,32 @@ def script(in_step: str = "pass", at_end: str = "", epochs: int = 15) -> str:
 
 
 @pytest.fixture
-def launch(tmp_path: Path) -> Iterator[Callable[..., Launch]]:
-    started: list[Launch] = []
-
-    def start(text: str, *options: str) -> Launch:
-        (tmp_path / "script.py").write_text(text)
-        started.append(Launch(tmp_path, *options, "script.py", env={"OMP_NUM_THREADS": "1"}))
-        return started[-1]
-
-    yield start
-    for each in started:
-        if each.process.poll() is None:
-            each.process.kill()
-            each.process.wait()
+def launch(launch: Callable[..., LaunchedRun]) -> Callable[..., LaunchedRun]:
+    """The fixture of all process tests, with one thread per worker."""
+    return lambda text, *options: launch(text, *options, env={"OMP_NUM_THREADS": "1"})
 
 
-def noted(run: Launch, name: str) -> dict[int, int]:
+def until(condition: Callable[[], object], deadline_s: float = 60.0) -> None:
+    wait_until(condition, "it has happened", deadline_s)
+
+
+def noted(run: LaunchedRun, name: str) -> dict[int, int]:
     """worker -> the number that it noted."""
     return {int(path.name.partition("-")[2]): int(path.read_text()) for path in run.folder.glob(f"{name}-*")}
 
 
-def await_step(run: Launch, worker: int, step: int = 3) -> None:
+def await_step(run: LaunchedRun, worker: int, step: int = 3) -> None:
     until(lambda: noted(run, "step").get(worker, -1) >= step or run.process.poll() is not None)
     assert run.process.poll() is None, run.stderr()
 
 
-def scale(run: Launch, size: int) -> str:
+def scale(run: LaunchedRun, size: int) -> str:
     done = subprocess.run([sys.executable, "-m", "lockstep", "scale", str(run.run_dir), str(size)], capture_output=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return done.stdout.decode()
 
 
-def weights(run: Launch) -> set[str]:
+def weights(run: LaunchedRun) -> set[str]:
     return {path.read_text() for path in run.folder.glob("weights-*")}
 
 
@@ -89,7 +84,7 @@ def weights(run: Launch) -> set[str]:
 
 
 @pytest.mark.parametrize("comm", ["shm", "gloo"])
-def test_a_run_folder_that_is_removed_does_not_disturb_training_or_recovery(launch: Callable[..., Launch], comm: str) -> None:
+def test_a_run_folder_that_is_removed_does_not_disturb_training_or_recovery(launch: Callable[..., LaunchedRun], comm: str) -> None:
     run = launch(script().replace("lanes=4", f"lanes=4, comm={comm!r}"), "-n", "3", "--ledger")
     await_step(run, 1)
     shutil.rmtree(run.run_dir)
@@ -100,7 +95,7 @@ def test_a_run_folder_that_is_removed_does_not_disturb_training_or_recovery(laun
     assert "generation 2" in run.stderr()
 
 
-def test_a_lock_in_the_run_folder_holds_nobody_up(launch: Callable[..., Launch]) -> None:
+def test_a_lock_in_the_run_folder_holds_nobody_up(launch: Callable[..., LaunchedRun]) -> None:
     """As a worker did that was stopped while it wrote to the file in which the workers of a generation met."""
     run = launch(script(epochs=40), "-n", "3", "--hang-timeout", "2")
     await_step(run, 1)
@@ -113,7 +108,7 @@ def test_a_lock_in_the_run_folder_holds_nobody_up(launch: Callable[..., Launch])
     assert len(weights(run)) == 1
 
 
-def test_a_worker_that_is_stopped_during_a_recovery_is_killed(launch: Callable[..., Launch]) -> None:
+def test_a_worker_that_is_stopped_during_a_recovery_is_killed(launch: Callable[..., LaunchedRun]) -> None:
     run = launch(script(epochs=40), "-n", "3", "--hang-timeout", "2")
     for id in (0, 1, 2):
         await_step(run, id)
@@ -125,7 +120,7 @@ def test_a_worker_that_is_stopped_during_a_recovery_is_killed(launch: Callable[.
     assert len(weights(run)) == 1
 
 
-def test_two_runs_in_one_folder_are_refused_and_a_dead_run_frees_it(launch: Callable[..., Launch]) -> None:
+def test_two_runs_in_one_folder_are_refused_and_a_dead_run_frees_it(launch: Callable[..., LaunchedRun]) -> None:
     run = launch(script(epochs=100), "-n", "1")
     await_step(run, 0)
     (run.run_dir / "agent.sock").unlink()  # as a cleaner of temporary folders does
@@ -154,7 +149,7 @@ def test_a_run_folder_whose_name_is_not_utf8_is_refused_with_a_sentence(tmp_path
 # -- the hang timeout ---------------------------------------------------------------------------
 
 
-def test_a_member_that_stands_still_while_a_newcomer_waits_is_killed(launch: Callable[..., Launch]) -> None:
+def test_a_member_that_stands_still_while_a_newcomer_waits_is_killed(launch: Callable[..., LaunchedRun]) -> None:
     """It has left its last collective: no other member waits for it in one."""
     still = "if worker == 1 and run._workers.link.wants_change: os.kill(os.getpid(), signal.SIGSTOP)"
     run = launch(script(still, epochs=60), "-n", "2", "--hang-timeout", "2")
@@ -166,7 +161,9 @@ def test_a_member_that_stands_still_while_a_newcomer_waits_is_killed(launch: Cal
 
 
 @pytest.mark.parametrize("where", ["before the end", "at exit"])
-def test_a_worker_that_hangs_after_the_last_loop_is_killed_and_the_run_fails(launch: Callable[..., Launch], where: str) -> None:
+def test_a_worker_that_hangs_after_the_last_loop_is_killed_and_the_run_fails(
+    launch: Callable[..., LaunchedRun], where: str
+) -> None:
     hang = "os.kill(os.getpid(), signal.SIGSTOP)"
     end = (
         f"if worker == 1: {hang}"
@@ -180,18 +177,17 @@ def test_a_worker_that_hangs_after_the_last_loop_is_killed_and_the_run_fails(lau
     assert "--hang-timeout raises the limit" in run.stderr()
 
 
-def test_a_worker_that_works_after_the_last_loop_is_left_alone(launch: Callable[..., Launch]) -> None:
+def test_a_worker_that_works_after_the_last_loop_is_left_alone(launch: Callable[..., LaunchedRun]) -> None:
     work = "end = time.monotonic() + 4\nwhile worker == 1 and time.monotonic() < end: pass\nprint('done', worker)"
     run = launch(script(at_end=work, epochs=3), "-n", "2", "--hang-timeout", "1")
     assert run.wait() == 0, run.stderr()
     assert "done 1" in run.log(1)
 
 
-def test_a_zygote_that_hangs_is_replaced(launch: Callable[..., Launch]) -> None:
+def test_a_zygote_that_hangs_is_replaced(launch: Callable[..., LaunchedRun]) -> None:
     run = launch(script(epochs=150), "-n", "2", "--hang-timeout", "2")
     await_step(run, 1)
-    known = set(noted(run, "pid").values())
-    (zygote,) = [pid for pid in children(run.process.pid) if b"lockstep.launch.zygote" in command(pid) and pid not in known]
+    zygote = run.zygote()
     os.kill(zygote, signal.SIGSTOP)
     os.kill(noted(run, "pid")[1], signal.SIGKILL)
     await_step(run, 2)
@@ -203,7 +199,7 @@ def test_a_zygote_that_hangs_is_replaced(launch: Callable[..., Launch]) -> None:
 # -- exit codes ---------------------------------------------------------------------------------
 
 
-def test_workers_killed_after_sigterm_in_mid_step_are_no_success(launch: Callable[..., Launch]) -> None:
+def test_workers_killed_after_sigterm_in_mid_step_are_no_success(launch: Callable[..., LaunchedRun]) -> None:
     stand_still = "if run.step == 5: time.sleep(60)"
     run = launch(script(stand_still), "-n", "2")
     until(lambda: [noted(run, "step").get(id) for id in (0, 1)] == [5, 5])
@@ -217,7 +213,7 @@ def test_workers_killed_after_sigterm_in_mid_step_are_no_success(launch: Callabl
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_worker_that_dies_behind_the_last_loop_is_no_success(launch: Callable[..., Launch], victim: int) -> None:
+def test_a_worker_that_dies_behind_the_last_loop_is_no_success(launch: Callable[..., LaunchedRun], victim: int) -> None:
     end = f"if worker == {victim}:\n    until = Path('weights-{1 - victim}')\n    while not until.exists(): time.sleep(0.01)\n"
     end += "    os.kill(os.getpid(), signal.SIGKILL)\nPath(f'saved-{worker}').touch()"
     run = launch(script(at_end=end, epochs=3), "-n", "2")
@@ -226,14 +222,14 @@ def test_a_worker_that_dies_behind_the_last_loop_is_no_success(launch: Callable[
     assert "behind its last loop was not completed" in run.stderr()
 
 
-def test_the_same_error_from_two_workers_ends_the_run_with_it(launch: Callable[..., Launch]) -> None:
+def test_the_same_error_from_two_workers_ends_the_run_with_it(launch: Callable[..., LaunchedRun]) -> None:
     """It fails on every rank but 0, in whatever step: it is not a fault, but a bug of the script."""
     run = launch(script("if run.rank > 0: raise ValueError(f'bug on rank {run.rank} in step {run.step}')", epochs=200), "-n", "2")
     assert run.wait() == 1, run.stderr()
     assert re.search(r"the script raised at .*script\.py:\d+ on more than one worker: ValueError: bug on rank 1", run.stderr())
 
 
-def test_respawns_that_are_used_up_are_reported_at_once_and_at_the_end(launch: Callable[..., Launch]) -> None:
+def test_respawns_that_are_used_up_are_reported_at_once_and_at_the_end(launch: Callable[..., LaunchedRun]) -> None:
     run = launch(script(epochs=30), "-n", "2", "--max-respawns", "0")
     await_step(run, 1)
     os.kill(noted(run, "pid")[1], signal.SIGKILL)
@@ -246,7 +242,7 @@ def test_respawns_that_are_used_up_are_reported_at_once_and_at_the_end(launch: C
 # -- newcomers ----------------------------------------------------------------------------------
 
 
-def test_a_run_that_was_scaled_down_can_be_scaled_up_and_replaces_dead_workers(launch: Callable[..., Launch]) -> None:
+def test_a_run_that_was_scaled_down_can_be_scaled_up_and_replaces_dead_workers(launch: Callable[..., LaunchedRun]) -> None:
     run = launch(script("if worker > 1 and not Path('go').exists(): time.sleep(0.05)", epochs=400), "-n", "2")
     await_step(run, 1)
     scale(run, 1)
@@ -265,7 +261,7 @@ def test_a_run_that_was_scaled_down_can_be_scaled_up_and_replaces_dead_workers(l
     run.wait()
 
 
-def test_slow_set_up_of_a_newcomer_is_not_taken_for_a_hang(launch: Callable[..., Launch]) -> None:
+def test_slow_set_up_of_a_newcomer_is_not_taken_for_a_hang(launch: Callable[..., LaunchedRun]) -> None:
     slow = script(epochs=300).replace("torch.manual_seed(0)", "torch.manual_seed(0)\nif worker > 1: time.sleep(3)")
     run = launch(slow, "-n", "2", "--hang-timeout", "1")
     await_step(run, 1)
@@ -280,7 +276,7 @@ def test_slow_set_up_of_a_newcomer_is_not_taken_for_a_hang(launch: Callable[...,
 # -- processes ----------------------------------------------------------------------------------
 
 
-def test_kill_9_of_the_agent_ends_loader_processes_inside_a_long_getitem(launch: Callable[..., Launch]) -> None:
+def test_kill_9_of_the_agent_ends_loader_processes_inside_a_long_getitem(launch: Callable[..., LaunchedRun]) -> None:
     dataset = """
 class Slow(torch.utils.data.Dataset):
     def __len__(self): return 16

@@ -167,7 +167,7 @@ def retry(rank: int, size: int, kind: str) -> tuple[str, int]:
     opt = sgd(model)
     run = lockstep.Run(model, opt, lanes=LANES, seed=3, comm=kind, timeout_s=TIMEOUT_S)
     if rank == 1:
-        run._progress.stages_entered = run._progress.stage = 1
+        run._progress.loops_reached = run._progress.stage = 1
     try:
         for x, y in run.shard(dataset(), global_batch=BATCH, epochs=6):
             F.cross_entropy(model(x), y).backward()

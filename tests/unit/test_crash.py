@@ -146,9 +146,10 @@ def test_a_checkpoint_is_removed_from_its_manifest_on(tmp_path: Path) -> None:
 
 def test_a_file_that_cannot_be_replaced_is_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "file"
-    write_atomically(path, [b"old"])
+    folder = os.open(tmp_path, os.O_DIRECTORY)
+    write_atomically("file", [b"old"], folder)
     with faulty(-1, None) as system:
-        write_atomically(path, [b"new", b"er"])
+        write_atomically("file", [b"new", b"er"], folder)
     assert path.read_bytes() == b"newer"
 
     def refuse(name: str) -> Any:
@@ -157,6 +158,7 @@ def test_a_file_that_cannot_be_replaced_is_unchanged(tmp_path: Path) -> None:
     before_rename = [name for name, _, _ in system.calls].index("rename")
     for at in range(before_rename + 1):
         with faulty(at, refuse), pytest.raises(OSError, match="Input/output error"):
-            write_atomically(path, [b"an", b"other"])
+            write_atomically("file", [b"an", b"other"], folder)
         assert path.read_bytes() == b"newer"
         assert list(tmp_path.iterdir()) == [path]
+    os.close(folder)
