@@ -24,7 +24,7 @@ import torch
 import lockstep
 worker = int(os.environ["LOCKSTEP_WORKER"])
 def note(name, text=""):
-    Path(f".{name}-{worker}").write_text(f"{text or os.getpid()}")
+    Path(f".{name}-{worker}").write_text(f"{text or os.getpid()}\\n")
     Path(f".{name}-{worker}").rename(f"{name}-{worker}")
 note("pid")
 torch.manual_seed(0)
