@@ -15,6 +15,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -55,9 +56,13 @@ ENDINGS = ("SIGTERM agent", "SIGTERM agent", "kill agent", "kill all", "SIGTERM 
 
 @dataclass(frozen=True)
 class Fault:
-    """``after_s`` after the fault before it. ``pick`` in [0, 1) chooses the worker among those that run, or a number of workers."""
+    """Strikes ``after_steps`` committed steps and ``after_s`` after the fault before it: the steps may take 3 s at most.
+
+    ``pick`` in [0, 1) chooses the worker among those that run, or a number of workers.
+    """
 
     kind: str
+    after_steps: int
     after_s: float
     pick: float
     lasts_s: float
@@ -105,7 +110,7 @@ def draw(seed: int) -> Schedule:
     )
     launches = [list(_draw_faults(random, random.randint(1, 4)))]
     if random.random() < 0.35:
-        launches[0].append(Fault(random.choice(ENDINGS), random.uniform(0.0, 0.8), 0.0, 0.0))
+        launches[0].append(Fault(random.choice(ENDINGS), random.randint(0, 8), random.uniform(0.0, 0.2), 0.0, 0.0))
         launches.append(list(_draw_faults(random, random.randint(0, 2))))
     return Schedule(seed, variant, tuple(map(tuple, launches)), random.randint(1, variant.workers), random.choice([0.0, 0.3, 1.0]))
 
@@ -116,8 +121,10 @@ def _draw_faults(random: Random, count: int) -> Iterator[Fault]:
         kind = random.choice(kinds)
         if kind in ("raise", "stop", "stop zygote"):  # a script that raises twice has a bug; a stop costs the hang timeout
             kinds = [each for each in kinds if each != kind]
-        at_once = random.random() < 0.3
-        yield Fault(kind, 0.0 if at_once else random.uniform(0.0, 0.5), random.random(), random.uniform(0.05, 1.0))
+        after_steps, after_s = random.choice([0, 1, 2, 4, 7]), random.uniform(0.0, 0.2)
+        if random.random() < 0.3:  # at once
+            after_steps, after_s = 0, 0.0
+        yield Fault(kind, after_steps, after_s, random.random(), random.uniform(0.05, 1.0))
 
 
 # -- one schedule --------------------------------------------------------------------------------------
@@ -168,13 +175,13 @@ class Chaos:
         self._struck = set()
         run.wait_until(lambda: len(run.workers()) >= schedule.await_workers, "workers run", may_end=True)
         for fault in faults:
-            time.sleep(fault.after_s)  # the schedule's own rhythm: nothing is waited for here
-            self.done.append(self._strike(fault))
+            self._wait(fault)
+            self.done.append(f"{self._strike(fault)} at step {self._step()}")
         time.sleep(schedule.calm_s if faults else 0.0)
         (self._folder / "hurry").touch()
         try:
             code = run.process.wait(DEADLINE_S)
-        except Exception:
+        except subprocess.TimeoutExpired:
             raise AssertionError(f"the run is not over after {DEADLINE_S} s") from None
         self._finish_timers()
         self._check_leftovers()
@@ -188,7 +195,18 @@ class Chaos:
     def _begin_launch(self) -> None:
         """What the script of the last launch has written is put aside. The run folder stays: the agent does that itself."""
         aside = self._folder / f"launch-{self._launch}"
-        for pattern in ("pid-*", "done-*", "seen-*", "raise-*", "slow-*", "logged.jsonl", "step", "hurry", "stdout.txt", "stderr.txt"):
+        for pattern in (
+            "pid-*",
+            "done-*",
+            "seen-*",
+            "raise-*",
+            "slow-*",
+            "logged.jsonl",
+            "step",
+            "hurry",
+            "stdout.txt",
+            "stderr.txt",
+        ):
             for path in self._folder.glob(pattern):
                 aside.mkdir(exist_ok=True)
                 path.rename(aside / path.name)
@@ -205,14 +223,19 @@ class Chaos:
 
     # -- faults -----------------------------------------------------------------------------------
 
+    def _wait(self, fault: Fault) -> None:
+        run, begin, end = self._running, self._step(), time.monotonic() + 3.0
+        while self._step() < begin + fault.after_steps and time.monotonic() < end and run.process.poll() is None:
+            time.sleep(0.005)
+        time.sleep(fault.after_s)  # the schedule's own rhythm: nothing is waited for here
+
+    def _step(self) -> int:
+        """The last step that rank 0 has committed in this launch."""
+        note = self._folder / "step"
+        return int(note.read_text() or 0) if note.exists() else 0
+
     def _strike(self, fault: Fault) -> str:
         """Returns what was done."""
-        step = self._folder / "step"
-        what = self._strike_now(fault)
-        at = step.read_text() if step.exists() else "0"
-        return f"{what} at step {at}"
-
-    def _strike_now(self, fault: Fault) -> str:
         run, kind = self._running, fault.kind
         alive = run.workers()
         if kind == "scale":
@@ -332,7 +355,10 @@ class Chaos:
                 assert values == expected.handed[step], f"on_log got {values} for step {step}, not {expected.handed[step]}"
             for path in folder.glob("seen-*.jsonl"):
                 for step, _, _, _, logged in _lines(path):
-                    assert logged == expected.seen[step], f"{path.name}: run.logged is {logged} after step {step}, not {expected.seen[step]}"
+                    want = expected.seen[step]
+                    assert logged == expected.seen[step], (
+                        f"{path.name}: run.logged is {logged} after step {step}, not {expected.seen[step]}"
+                    )
         leaders = {members[0] for members in self._running.generations()}
         if self._launch == 1 and len(leaders) == 1 and not leaders & self._struck:
             missing = sorted(set(expected.handed) - set(steps))
@@ -355,7 +381,9 @@ class Chaos:
         assert not left, f"processes are left: {left}"
         left = _wait_for_none(lambda: [n for n in set(os.listdir("/dev/shm")) - self._shared_memory if not _is_in_use(n)])
         assert not left, f"left in /dev/shm: {left}"
-        left = sorted(path.name for path in self._temporary.iterdir())
+        left = sorted(
+            path.name for path in self._temporary.iterdir() if not path.name.startswith("torchinductor_")
+        )  # torch's cache
         assert not left, f"left in the temporary folder: {left}"
 
     def _dump(self) -> str:

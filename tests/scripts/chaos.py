@@ -4,8 +4,8 @@ CHAOS_CHECKPOINT: where checkpoints are saved. CHAOS_LOADERS: how many processes
 overflows every few steps. CHAOS_MACHINES: over how many machines the workers pretend to be spread. The loop is slow until a file
 named hurry appears. raise-<worker>: the worker raises. slow-<worker>: the worker sleeps once.
 
-It writes pid-<worker>, step (the last one that rank 0 has committed), logged.jsonl (what on_log got), seen-<worker>.jsonl (run.logged
-and the open descriptors after each step), and done-<worker>, a digest of each part of its state.
+It writes pid-<worker>, step (the last one that rank 0 has committed), logged.jsonl (what on_log got),
+seen-<worker>.jsonl (run.logged and the open descriptors after each step), and done-<worker>, a digest of each part of its state.
 """
 
 import json
@@ -75,13 +75,16 @@ for stage, epochs in enumerate((1, 1, 2, 1, 1)):
         loss = F.cross_entropy(model(x), y)
         run.log(early=loss)
         scaler.scale(loss).backward()
-        run.log(loss=loss)
+        if os.environ.get("CHAOS_LATE"):
+            run.log(loss=loss)
         scaler.step(opt)
         scaler.update()
         opt.zero_grad()
         if run.committed:
             ema.update(model)
-            append(f"seen-{worker}.jsonl", [run.step, run.generation, run.size, len(os.listdir("/proc/self/fd")), exact(run.logged)])
+            append(
+                f"seen-{worker}.jsonl", [run.step, run.generation, run.size, len(os.listdir("/proc/self/fd")), exact(run.logged)]
+            )
         if run.committed and run.is_main:
             Path("step").write_text(str(run.step))
         if run.every(7):
