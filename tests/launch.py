@@ -26,10 +26,10 @@ from typing import Any
 
 from lockstep.launch.worker import exit_process
 from tests.fork_server import ROOT, Child, fork
+from tests.waiting import POLL_S
 
 Process = subprocess.Popen[bytes] | Child
 DEADLINE_S = 60.0
-_POLL_S = 0.01
 _LAST_LINES = 40
 
 
@@ -161,7 +161,7 @@ class LaunchedRun:
             if ended:
                 return
             assert time.monotonic() < end, f"not within {deadline_s} s: {what}.\n{self.dump()}"
-            time.sleep(_POLL_S)
+            time.sleep(POLL_S)
 
     def wait_for_text(self, text: str, deadline_s: float = DEADLINE_S) -> None:
         """Wait until the run has printed ``text``."""
@@ -200,13 +200,6 @@ def launch(script: str | Path | None, *options: str, **settings: Any) -> Launche
 
 
 # -- processes -----------------------------------------------------------------------------------------
-
-
-def wait_until(condition: Callable[[], Any], what: str, deadline_s: float = DEADLINE_S) -> None:
-    end = time.monotonic() + deadline_s
-    while not condition():
-        assert time.monotonic() < end, f"not within {deadline_s} s: {what}"
-        time.sleep(_POLL_S)
 
 
 def is_running(pid: int) -> bool:

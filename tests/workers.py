@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.fork_server import Child, fork
+from tests.waiting import wait_until
 
 
 @dataclass
@@ -65,6 +66,11 @@ class WorkerProcesses:
 
     def kill(self, rank: int, with_signal: int = signal.SIGKILL) -> None:
         self.processes[rank].send_signal(with_signal)
+
+    def wait_for_notes(self, *names: str, deadline_s: float = 30.0) -> None:
+        """Wait until workers have left all these notes with ``leave_note``."""
+        notes = [Path(self.folder.name, f"note-{name}") for name in names]
+        wait_until(lambda: all(note.exists() for note in notes), f"workers have left the notes {names}", deadline_s)
 
     def collect(self, deadline_s: float) -> list[Outcome]:
         """Wait for all workers. Returns their outcomes by rank; fails if one of them still runs after ``deadline_s`` seconds."""
@@ -120,6 +126,20 @@ def run_workers(
         if outcome.error or outcome.signal:
             raise AssertionError(f"rank {rank} failed: {outcome.error or outcome.signal}\n{outcome.trace}")
     return [outcome.value for outcome in outcomes]
+
+
+def leave_note(name: str) -> None:
+    """In a worker: tell the others, and the test, something that cannot go over the comm under test."""
+    _note(name).touch()
+
+
+def wait_for_notes(*names: str, deadline_s: float = 20.0) -> None:
+    """In a worker: wait until all these notes are left."""
+    wait_until(lambda: all(_note(name).exists() for name in names), f"workers have left the notes {names}", deadline_s)
+
+
+def _note(name: str) -> Path:
+    return Path(os.environ["LOCKSTEP_STORE"].removeprefix("file://")).with_name(f"note-{name}")
 
 
 def _enter(pipe: int, body: Callable[..., Any], rank: int, size: int, args: tuple[Any, ...], world: dict[str, str]) -> None:

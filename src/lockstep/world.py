@@ -151,6 +151,11 @@ def machine_name() -> str:
         return socket.gethostname()
 
 
+def gloo_interfaces() -> list[str]:
+    """Returns the network interfaces that ``GLOO_SOCKET_IFNAME`` names, as torch reads it; empty if it is not set."""
+    return [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+
+
 def _from_lockstep(env: Mapping[str, str]) -> World | None:
     found = _ints(env, "LOCKSTEP_*", "LOCKSTEP_RANK", "LOCKSTEP_SIZE", local=("LOCKSTEP_LOCAL_RANK", "LOCKSTEP_LOCAL_SIZE"))
     if found is None:

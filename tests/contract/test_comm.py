@@ -174,7 +174,7 @@ def aborts(comm: Comm) -> list[float]:
     """
     comm.barrier("the start")
     if comm.rank == comm.size - 1:
-        time.sleep(1.0)  # does not send, and does not leave: its closing connections would end the waits
+        time.sleep(0.5)  # does not send, and does not leave: its closing connections would end the waits
         return []
     pending = [comm.reduce(torch.ones(1000), "sum", f"bucket {i}") for i in range(3)]
     aborted_at: list[float] = []

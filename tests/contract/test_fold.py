@@ -295,7 +295,7 @@ def aborts(comm: Comm) -> list[float]:
         comm.fold(tensor, plan, None, "a fold").wait()
     comm.barrier("the start")
     if comm.rank == comm.size - 1:
-        time.sleep(1.0)  # never sends, but does not leave either: its closing connections would end the waits
+        time.sleep(0.5)  # never sends, but does not leave either: its closing connections would end the waits
         return []
     pending = [comm.fold(tensor, plan, None, f"bucket {i}") for i, tensor in enumerate(tensors)]
     step_end: list[float] = []

@@ -16,8 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import DEADLINE_S, LaunchedRun, is_running, wait_until
+from tests.launch import DEADLINE_S, LaunchedRun, is_running
 from tests.launch import launch as launch_in
+from tests.waiting import wait_until
 
 RANK = "import os, sys, signal, time\nrank = int(os.environ.get('LOCKSTEP_RANK', -1))\n"
 PID = "open('pid-' + os.environ['LOCKSTEP_WORKER'], 'w').write(f'{os.getpid()}\\n')\n"
@@ -71,6 +72,7 @@ print("to stderr", rank, file=sys.stderr)
     assert not (run.run_dir / "agent.sock").exists()
 
 
+@pytest.mark.slow
 def test_thread_counts_that_the_user_has_set_are_kept(launch: Callable[..., LaunchedRun]) -> None:
     run = launch(
         "import torch; print(torch.get_num_threads(), os.environ['OMP_NUM_THREADS'])",
@@ -81,6 +83,7 @@ def test_thread_counts_that_the_user_has_set_are_kept(launch: Callable[..., Laun
     assert run.stdout() == "3 3\n"
 
 
+@pytest.mark.slow
 def test_a_module_of_a_package_can_be_run(tmp_path: Path) -> None:
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").write_text("")
@@ -330,6 +333,7 @@ def test_kill_9_of_the_zygote_does_not_disturb_its_workers(launch: Callable[...,
     assert (run.log(0), run.log(1)) == ("continued 0\n", "continued 1\n")
 
 
+@pytest.mark.slow
 def test_kill_9_of_the_zygote_while_it_imports_only_costs_time(launch: Callable[..., LaunchedRun]) -> None:
     run = launch("print('there')", "-n", "2", own_imports=True)
     zygote = run.zygote()
@@ -415,6 +419,7 @@ print(hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parame
     assert len(run.stdout()) == 65
 
 
+@pytest.mark.slow
 def test_a_console_that_is_closed_does_not_stop_the_run(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("import os\nfor i in range(1000): print('x' * 100)\nopen('done', 'w').close()")
     arguments = f"{sys.executable} -m lockstep run --run-dir run script.py"
@@ -470,6 +475,7 @@ line.send(json.dumps({"type": "progress", "step": 7, "epoch": 1, "values": {"los
     assert run.stderr() == "lockstep: step 7 | epoch 1 | loss 0.25 | 1 worker\n"
 
 
+@pytest.mark.slow
 def test_a_terminal_gets_a_live_line_and_ctrl_c_reaches_workers_once(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(
         RANK

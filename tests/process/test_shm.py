@@ -27,7 +27,7 @@ from lockstep.comm.segment import Segment, SegmentError, free_bytes
 from lockstep.comm.shared_bucket import SharedBucket, slice_of
 from lockstep.world import World, requested_comm
 from tests.models import MLP, batch, digest, loss_of, part
-from tests.workers import WorkerProcesses, run_workers
+from tests.workers import WorkerProcesses, leave_note, run_workers
 
 CPU = torch.device("cpu")
 
@@ -133,6 +133,7 @@ def test_under_torchrun_without_a_change_in_the_script(tmp_path: Path) -> None:
 # -- segments ----------------------------------------------------------------------------------
 
 
+@pytest.mark.exclusive  # the data loaders of other tests make files in /dev/shm
 def test_a_segment_is_private_zeroed_and_has_no_name() -> None:
     before = set(os.listdir("/dev/shm"))
     segment = Segment.create(1 << 16)
@@ -228,7 +229,7 @@ def stale(rank: int, size: int) -> Any:
     second = open_comm(CPU, world=world, timeout_s=30, kind="shm")
     bucket = second.buffer(100_000, torch.float32, CPU)
     second.barrier("before the wake-up")
-    Path(os.environ["LOCKSTEP_STORE"].removeprefix("file://") + f".ready{rank}").touch()
+    leave_note(f"ready-{rank}")
     ends = time.monotonic() + 2
     while True:
         bucket.fill_(1.0)
@@ -243,9 +244,7 @@ def stale(rank: int, size: int) -> Any:
 
 def test_a_stale_worker_that_wakes_up_cannot_write_into_a_later_generation() -> None:
     fleet = WorkerProcesses(stale, 3, (), {})
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline and not all(Path(fleet.folder.name, f"store.ready{r}").exists() for r in (0, 2)):
-        time.sleep(0.02)
+    fleet.wait_for_notes("ready-0", "ready-2")
     fleet.kill(1, signal.SIGCONT)
     outcomes = fleet.collect(deadline_s=40)
     assert outcomes[0].value == outcomes[2].value == "undisturbed", outcomes

@@ -21,6 +21,7 @@ from lockstep.checkpoint.state_layout import assign_to_writers
 from lockstep.checkpoint.storage import LocalStorage, open_storage
 from lockstep.comm.base import Comm
 from lockstep.comm.loopback import loopback
+from lockstep.comm.plain_state import Stateful
 from lockstep.errors import UsageError
 from lockstep.gradients.control_word import PUBLISHED, SAVE, STOP, WROTE
 from lockstep.plan.step_end import StepEnd
@@ -56,14 +57,19 @@ class OneWeight:
 
 
 def open_checkpoints(
-    folder: Path, state: OneWeight | None = None, comm: Comm | None = None, *, keep: int = 3, **callbacks: Any
+    folder: Path, state: Stateful | None = None, comm: Comm | None = None, *, keep: int = 3, resume: str = "auto", **callbacks: Any
 ) -> Checkpoints:
     alone = comm or loopback(1, 10.0)[0]
-    return Checkpoints(folder, "1000h", keep, state or OneWeight(), lambda: alone, CheckpointCallbacks(**callbacks))
+    called = CheckpointCallbacks(**callbacks)
+    return Checkpoints(folder, "1000h", keep, state or OneWeight(), lambda: alone, called, resume=resume)
 
 
 def published(folder: Path) -> list[int]:
     return [each.step for each in Retention(open_storage(folder)).published()]
+
+
+def folders(place: Path) -> list[str]:
+    return sorted(path.name for path in place.iterdir() if path.is_dir())
 
 
 def end_step(checkpoints: Checkpoints, step: int, requests: int = 0) -> None:
@@ -189,7 +195,8 @@ def test_an_abandoned_checkpoint_is_not_published_and_another_is_requested(tmp_p
     checkpoints.wait_until_idle()
     assert gate.calls == 1 + 2  # the first checkpoint ended in its first file of two
     assert published(tmp_path) == [2]
-    assert len(list(tmp_path.iterdir())) == 1
+    assert len(folders(tmp_path)) == 1
+    checkpoints.close()
     loaded = OneWeight()
     assert open_checkpoints(tmp_path, loaded).resume()
     assert loaded.weight.eq(2).all()
@@ -236,7 +243,7 @@ def test_a_part_that_fails_is_an_error_on_every_worker(
     assert "the checkpoint of step 7" in first
     assert "was not written: rank 1: OSError: [Errno 28] No space left on device" in first
     assert capsys.readouterr().err.count("No space left") == 1  # rank 0 says it, once
-    assert list(tmp_path.iterdir()) == []
+    assert folders(tmp_path) == []
 
 
 def test_checkpoints_that_may_hold_wrong_bits_are_removed_when_the_next_is_published(tmp_path: Path) -> None:
@@ -279,27 +286,28 @@ def test_the_newest_checkpoint_of_equal_replicas_stays_beyond_keep(tmp_path: Pat
 
 
 def test_a_folder_that_is_being_written_is_not_removed(tmp_path: Path) -> None:
-    earlier, later = tmp_path / "step-000000009-0000000000000001", tmp_path / "step-000000001-ffffffffffffffff"
-    foreign = tmp_path / "mine"
-    for folder in (earlier, later, foreign):
+    """By a worker of a newer generation, while the old rank 0 is about to be ended."""
+    earlier, foreign = tmp_path / "step-000000009-0000000000000001", tmp_path / "mine"
+    for folder in (earlier, foreign):
         folder.mkdir()
-    open_checkpoints(tmp_path).save(5)
-    assert published(tmp_path) == [5]
-    assert {path.name for path in tmp_path.iterdir()} >= {later.name, foreign.name}
-    assert not earlier.exists()
+    newest, begun_later = "step-000000005-000000000002aaaa", "step-000000005-000000000003aaaa"
+    for name in (newest, begun_later):
+        (tmp_path / name).mkdir()
+    Retention(open_storage(tmp_path)).remove_old(newest, "a run", 5)
+    assert folders(tmp_path) == ["mine", newest, begun_later]
 
 
 def test_a_loop_that_ended_with_a_saved_step_is_not_saved_again(tmp_path: Path) -> None:
     checkpoints = open_checkpoints(tmp_path)
     checkpoints.loop_ended(3)
     checkpoints.loop_ended(3)
-    assert [path.name[:14] for path in tmp_path.iterdir()] == ["step-000000003"]
+    assert [name[:14] for name in folders(tmp_path)] == ["step-000000003"]
     resumed: list[int] = []
     again = open_checkpoints(tmp_path, resumed=resumed.append)
     assert again.resume()
     assert resumed == [3]
     again.loop_ended(3)
-    assert len(list(tmp_path.iterdir())) == 1
+    assert len(folders(tmp_path)) == 1
 
 
 def test_a_sparse_tensor_is_named(tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ from lockstep.checkpoint.storage import open_storage
 from tests.checkpoint_jobs import FaultyOs, Job, faulty
 from tests.workers import run_workers
 
+pytestmark = pytest.mark.slow
+
 
 def second_save(folder: Path) -> FaultyOs:
     """Return the file operations of a job's second checkpoint, which also removes the first."""

@@ -14,6 +14,7 @@ from lockstep.checkpoint.tensor_file import DamagedCheckpointError
 from tests.fuzz import Target, play
 
 
+@pytest.mark.slow
 def test_every_change_is_detected(tmp_path: Path) -> None:
     target = Target(tmp_path)
     target.restore()

@@ -276,6 +276,8 @@ class Checkpoints:
     def begin(self, step: int) -> CheckpointInFlight:
         """Copy the state of ``step``, and start to write it. Waits for the checkpoint before it."""
         self.wait_until_idle()
+        if self._resumed_from is not None and self._resumed_from.manifest.step < step:
+            self._resumed_from = None
         identity = self._ownership.identity or self._ownership.agree()
         self._latest = CheckpointInFlight(step, identity, self._run_state, self._comm(), self._snapshot, self._retention)
         self._enter(State.WRITING)

@@ -76,7 +76,7 @@ class Comm(Protocol):
         """Overwrite a contiguous tensor with the tensor of rank ``source``."""
 
     def all_gather(self, output: Tensor, tensor: Tensor, what: str) -> Pending:
-        """Copy every rank's ``tensor`` into ``output``, whose first dimension is ``size``."""
+        """Copy every rank's ``tensor`` into ``output``, which is contiguous and whose first dimension is ``size``."""
 
     def barrier(self, what: str = "a barrier") -> None:
         """Block until every rank has called it."""

@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lockstep.comm.connections import Connections, new_listeners
-from lockstep.world import machine_name
+from lockstep.world import gloo_interfaces, machine_name
 
 _BACKEND_TIMEOUT = timedelta(days=7)  # our own waits time out first, and name the rank
 _SO_ATTACH_FILTER = 26  # of Linux; Python has no name for it
@@ -57,7 +57,7 @@ def _devices(is_local: bool) -> list[Any]:
     gloo = dist.ProcessGroupGloo
     if is_local:
         return [gloo.create_device(hostname="127.0.0.1", lazy_init=False)]
-    interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    interfaces = gloo_interfaces()
     if interfaces:
         return [gloo.create_device(interface=name, lazy_init=False) for name in interfaces]
     return [gloo.create_default_device(lazy_init=False)]

@@ -25,7 +25,7 @@ from lockstep.comm.connections import Connections
 from lockstep.comm.fold import check_fold, fold_values, rows_of
 from lockstep.comm.fold_gloo import FoldGroup, GroupRef, ScratchPool, cut_into_pieces, finish_fold, fold_through_host
 from lockstep.comm.fold_nccl import fold_on_stream
-from lockstep.comm.frame import FRAME_BYTES, FramePending, pack_frame
+from lockstep.comm.frame import FRAME_BYTES, FramePending, Frames
 from lockstep.comm.gloo_devices import build_gloo, destroy_gloo
 from lockstep.comm.operation import Done, Driver, FinalWork, InOrder, Operation, OpGenerator
 from lockstep.comm.peer_health import PeerHealth
@@ -139,26 +139,26 @@ class TorchGroup:
 
     def all_gather(self, output: Tensor, tensor: Tensor, what: str) -> Pending:
         number = self.health.begin(what)
-        data, outputs = bits(tensor), [bits(output[r]) for r in range(self.size)]
+        data = bits(tensor)
+        rows = bits(output).view(self.size, data.numel())
         if not (tensor.is_cuda and self._nccl is not None):
-            first = self._gather_frames(data, outputs, number, what)
+            first = self._gather_frames(data, rows, number, what)
             if data.numel() <= FRAME_BYTES:
                 return first
             first.wait()
-            data, outputs = data[FRAME_BYTES:], [out[FRAME_BYTES:] for out in outputs]
-        return self._issue("allgather", ([outputs], [data]), tensor, number, what)
+            data, rows = data[FRAME_BYTES:], rows[:, FRAME_BYTES:]
+        return self._issue("allgather", ([list(rows.unbind())], [data]), tensor, number, what)
 
     def barrier(self, what: str = "a barrier") -> None:
         number = self.health.begin(what)
         nothing = torch.empty(0, dtype=torch.uint8)
-        self._gather_frames(nothing, [nothing] * self.size, number, what).wait()
+        self._gather_frames(nothing, nothing, number, what).wait()
 
-    def _gather_frames(self, data: Tensor, outputs: list[Tensor], number: int, what: str) -> FramePending:
+    def _gather_frames(self, data: Tensor, rows: Tensor, number: int, what: str) -> FramePending:
         """Gather the first ``FRAME_BYTES`` of ``data`` over gloo, and compare ``what`` and the size of ``data``."""
-        mine = pack_frame(data, what)
-        frames = mine.new_empty(self.size, mine.numel())
-        pending = self._issue("allgather", ([list(frames.unbind())], [mine]), mine, number, what)
-        return FramePending(pending, self.health, frames, outputs, number, what)
+        frames = Frames(data, self.size, what)
+        pending = self._issue("allgather", ([frames.received], [frames.mine]), frames.mine, number, what)
+        return FramePending(pending, self.health, frames, rows, number, what)
 
     def progress(self) -> None:
         """Advance folds over gloo. All other operations have threads of gloo's or NCCL's."""

@@ -90,8 +90,6 @@ class State:
     """Before the first generation: when a worker last asked to join or was respawned."""
     changing: bool = False
     """The members were told to leave the current generation after the same step."""
-    left_at: float | None = None
-    """When a member last left the current generation for a change. It waits for the other members."""
     finishing: bool = False
     """A worker has reached the end of the script."""
     ended: bool = False
