@@ -356,9 +356,7 @@ class Chaos:
             for path in folder.glob("seen-*.jsonl"):
                 for step, _, _, _, logged in _lines(path):
                     want = expected.seen[step]
-                    assert logged == expected.seen[step], (
-                        f"{path.name}: run.logged is {logged} after step {step}, not {expected.seen[step]}"
-                    )
+                    assert logged == want, f"{path.name}: run.logged is {logged} after step {step}, not {want}"
         leaders = {members[0] for members in self._running.generations()}
         if self._launch == 1 and len(leaders) == 1 and not leaders & self._struck:
             missing = sorted(set(expected.handed) - set(steps))
