@@ -354,7 +354,7 @@ class Chaos:
             for step, values in handed:
                 assert values == expected.handed[step], f"on_log got {values} for step {step}, not {expected.handed[step]}"
             for path in folder.glob("seen-*.jsonl"):
-                for step, _, _, _, logged in _lines(path):
+                for step, logged in _lines(path):
                     want = expected.seen[step]
                     assert logged == want, f"{path.name}: run.logged is {logged} after step {step}, not {want}"
         leaders = {members[0] for members in self._running.generations()}
@@ -363,15 +363,17 @@ class Chaos:
             assert not missing, f"on_log did not get steps {missing}, although rank 0 was always the same worker"
 
     def _check_descriptors(self) -> None:
-        """A worker that has seen several generations of one size has as many descriptors open in the last as in the first."""
-        for path in self._folder.glob("seen-*.jsonl"):
-            by_size: dict[int, dict[int, int]] = {}  # size -> generation -> the fewest descriptors
-            for _, generation, size, count, _ in _lines(path):
-                counts = by_size.setdefault(size, {})
-                counts[generation] = min(count, counts.get(generation, count))
-            for size, counts in by_size.items():
-                grown = counts[max(counts)] - counts[min(counts)]
-                assert grown <= 4, f"{path.name}: open descriptors in generations of {size} workers: {counts}"
+        """A worker has no more descriptors open after a loop than after the first loop with as many workers.
+
+        With two machines, a worker may have to carry more slices than before: each costs a few.
+        """
+        more = 4 if self._schedule.variant.machines == 1 else 24
+        for path in self._folder.glob("open-*.jsonl"):
+            counts: dict[int, list[int]] = {}
+            for _, size, count in _lines(path):
+                counts.setdefault(size, []).append(count)
+            for size, found in counts.items():
+                assert max(found) <= found[0] + more, f"{path.name}: open descriptors with {size} workers: {found}"
 
     def _check_leftovers(self) -> None:
         """Nothing of the run is left: no process, no shared memory, no temporary file."""
@@ -406,8 +408,7 @@ def undisturbed(folder: Path, *, scaler: bool) -> Expected:
     (folder / "hurry").touch()
     variant = Variant(0, "auto", 1, checkpoints=False, loaders=0, scaler=scaler)
     result = LaunchedRun(SCRIPT, folder=folder, workers=0, env=environment(variant, folder, folder)).result()
-    seen = {step: logged for step, _, _, _, logged in _lines(folder / "seen-0.jsonl")}
-    return Expected(result, dict(_lines(folder / "logged.jsonl")), seen)
+    return Expected(result, dict(_lines(folder / "logged.jsonl")), dict(_lines(folder / "seen-0.jsonl")))
 
 
 def environment(variant: Variant, checkpoints: Path, temporary: Path) -> dict[str, str]:

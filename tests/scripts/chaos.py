@@ -5,9 +5,11 @@ overflows every few steps. CHAOS_MACHINES: over how many machines the workers pr
 named hurry appears. raise-<worker>: the worker raises. slow-<worker>: the worker sleeps once.
 
 It writes pid-<worker>, step (the last one that rank 0 has committed), logged.jsonl (what on_log got),
-seen-<worker>.jsonl (run.logged and the open descriptors after each step), and done-<worker>, a digest of each part of its state.
+seen-<worker>.jsonl (run.logged after each step), open-<worker>.jsonl (how many descriptors are open after each loop), and
+done-<worker>, a digest of each part of its state.
 """
 
+import gc
 import json
 import os
 import time
@@ -81,9 +83,7 @@ for stage, epochs in enumerate((1, 1, 2, 1, 1)):
         opt.zero_grad()
         if run.committed:
             ema.update(model)
-            append(
-                f"seen-{worker}.jsonl", [run.step, run.generation, run.size, len(os.listdir("/proc/self/fd")), exact(run.logged)]
-            )
+            append(f"seen-{worker}.jsonl", [run.step, exact(run.logged)])
         if run.committed and run.is_main:
             Path("step").write_text(str(run.step))
         if run.every(7):
@@ -91,6 +91,8 @@ for stage, epochs in enumerate((1, 1, 2, 1, 1)):
     sched.step()
     seen = run.evaluate(lambda batch: {"n": len(batch[0]), "x": batch[0].sum()}, Augmented(), global_batch=BATCH)
     assert seen["n"] == SAMPLES
+    gc.collect()  # what a lost worker has left in a traceback is closed when the traceback is collected
+    append(f"open-{worker}.jsonl", [run.step, run.size, len(os.listdir("/proc/self/fd"))])
     if checkpoint and stage != 1:
         run.save()
     if stage == 2:
