@@ -1,4 +1,4 @@
-"""Random schedules of faults against real runs of four workers (tests/chaos.py) end with the bits of an undisturbed run."""
+"""Random schedules of faults against real runs (tests/chaos.py) end with the bits of an undisturbed run, and leave nothing."""
 
 from __future__ import annotations
 
@@ -6,9 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos import play
+from tests.chaos import Expected, play, undisturbed
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Expected]:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    return {scaler: undisturbed(folder / str(scaler), scaler=scaler) for scaler in (False, True)}
 
 
 @pytest.mark.parametrize("seed", range(25))
-def test_whatever_happens_to_workers_the_weights_have_the_same_bits(seed: int, expected: str, tmp_path: Path) -> None:
+def test_whatever_happens_the_run_ends_as_if_nothing_had_happened(
+    seed: int, expected: dict[bool, Expected], tmp_path: Path
+) -> None:
     play(tmp_path / "run", seed, expected)

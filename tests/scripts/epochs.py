@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from tests.lane_jobs import BATCH, CNN, SAMPLES, Augmented, sgd
+from tests.lane_jobs import BATCH, CNN, SAMPLES, Augmented, Average, sgd
 
 import lockstep
 from lockstep.comm.plain_state import digest, flatten
@@ -19,24 +19,6 @@ from lockstep.comm.plain_state import digest, flatten
 worker = os.environ.get("LOCKSTEP_WORKER", "0")
 Path(f"pid-{worker}").write_text(f"{os.getpid()}\n")
 hold_at = int(os.environ.get("EPOCHS_HOLD_AT", "60"))
-
-
-class Average:
-    """An exponential moving average of the weights, as people write it."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.updates, self.shadow = 0, {name: p.detach().clone() for name, p in model.named_parameters()}
-
-    def update(self, model: torch.nn.Module) -> None:
-        self.updates += 1
-        for name, p in model.named_parameters():
-            self.shadow[name].lerp_(p.detach(), 0.1)
-
-    def state_dict(self) -> dict[str, object]:
-        return {"updates": self.updates, "shadow": self.shadow}
-
-    def load_state_dict(self, state: dict[str, object]) -> None:
-        self.updates, self.shadow = state["updates"], {k: v.clone() for k, v in state["shadow"].items()}
 
 
 def die_in(place: str) -> None:

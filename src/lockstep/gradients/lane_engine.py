@@ -2,7 +2,7 @@
 
 Knows nothing of data, optimizers or recovery. The caller says which lane comes next; autograd does the rest:
 
-    start_step -> start_lane -> [user: forward, backward] -> start_lane -> [...] -> AVERAGED
+    start_step -> start_lane -> [user: forward, backward] -> start_lane -> [...] -> AVERAGED -> confirm -> CONFIRMED
 
 The engine is always in one ``Phase``. A backward in a phase that does not allow it raises UsageError.
 """
@@ -40,8 +40,9 @@ class Phase(enum.Enum):
     LANE = "a lane was started; its backward has not begun"
     BACKWARD = "inside a lane's backward"
     FOLDED = "the lane's gradients are in the partial sums; more lanes follow"
-    UNCONFIRMED = "this worker has the averages of the step; other workers may still wait for theirs"
-    AVERAGED = "the averaged gradients of the step are set"
+    AVERAGED = "this worker has the averages of the step; other workers may still wait for theirs"
+    UNCONFIRMED = "every worker has the averages, and this worker has what all have logged; others may still wait for that"
+    CONFIRMED = "every worker has the averages and what all have logged: the step may commit"
     DISCARDED = "the set of workers changed; this micro-batch counts for nothing"
 
 
@@ -61,9 +62,9 @@ class EngineCallbacks:
     on_averaged: Callable[[], None] = lambda: None
     """Called when the averaged gradients of the step are set."""
     on_peer_lost: Callable[[PeerError], None] | None = None
-    """Called at the end of a backward in which a peer was lost; it confirms or discards the step. None: backward() raises."""
-    exchange_confirmation: Callable[[Comm, str], None] = lambda comm, what: comm.barrier(what)
-    """Called on all ranks when this rank has the averages. It returns when every rank has them. Not called without on_peer_lost."""
+    """Called when a peer was lost in backward or in ``confirm``; it confirms or discards the step. None: the error is raised."""
+    share_logged: Callable[[Comm], None] = lambda comm: comm.barrier("what was logged")
+    """Called on all ranks when this rank has the averages. It returns when this rank has what every rank has logged."""
     requests: Callable[[], int] = lambda: 0
     """Returns the request bits that this worker sends with the step (control_word.py)."""
 
@@ -163,6 +164,32 @@ class LaneEngine:
             param.grad = None
         self.phase = Phase.LANE
 
+    @property
+    def is_averaged(self) -> bool:
+        return self.phase in _AVERAGED
+
+    def confirm(self) -> None:
+        """Wait until every worker has the averages of the step and what all have logged. Called before the optimizer steps.
+
+        If a worker is lost meanwhile, the step is CONFIRMED or DISCARDED afterwards, on all survivors alike.
+        """
+        if self.phase is not Phase.AVERAGED:
+            return
+        on_peer_lost = self._callbacks.on_peer_lost
+        if on_peer_lost is not None and self.comm.size > 1:
+            try:
+                self._callbacks.share_logged(self.comm)
+                self.phase = Phase.UNCONFIRMED
+                self.comm.barrier(f"the confirmation of step {self.step}")
+            except PeerError as error:
+                on_peer_lost(error)
+                return
+        self.confirm_step()
+
+    def confirm_step(self) -> None:
+        """Allow the step to commit."""
+        self.phase = Phase.CONFIRMED
+
     def stop(self) -> None:
         """The loop is over. An unfinished step leaves no trace in the buffers."""
         self._abandon_step(Phase.IDLE)
@@ -172,7 +199,7 @@ class LaneEngine:
         self._abandon_step(Phase.DISCARDED)
 
     def _abandon_step(self, next_phase: Phase) -> None:
-        if self.phase not in (Phase.IDLE, Phase.AVERAGED, Phase.DISCARDED):
+        if self.phase not in (Phase.IDLE, Phase.CONFIRMED, Phase.DISCARDED):
             self._lane_buffers.restore()
         self.phase = next_phase
 
@@ -183,7 +210,7 @@ class LaneEngine:
     def weigh(self, weight: float) -> None:
         """Give the current lane this weight instead of its number of samples."""
         if self.phase is not Phase.LANE:
-            when = "after a lane's backward()" if self.phase in (Phase.FOLDED, Phase.AVERAGED) else "outside a lane"
+            when = "after a lane's backward()" if self.phase is Phase.FOLDED or self.is_averaged else "outside a lane"
             raise UsageError(f"run.weigh() was called {when}. Call it in the loop body, before backward().")
         self._weights.weigh(self._lane, weight)
 
@@ -236,13 +263,6 @@ class LaneEngine:
         scale = self._weights.scale([weight for word in words for weight in word.weights])
         self._reducer.finish(union([word.present for word in words]), scale)
         self._lane_buffers.average(union([word.changed for word in words]), self._weights, scale)
-        if self._callbacks.on_peer_lost is not None and self.comm.size > 1:
-            self.phase = Phase.UNCONFIRMED
-            self._callbacks.exchange_confirmation(self.comm, f"the confirmation of step {self.step}")
-        self.confirm_step()
-
-    def confirm_step(self) -> None:
-        """Allow the step to commit: every worker has its averages."""
         self.phase = Phase.AVERAGED
         self._callbacks.on_averaged()
 
@@ -267,6 +287,7 @@ class LaneEngine:
             )
 
 
+_AVERAGED = (Phase.AVERAGED, Phase.UNCONFIRMED, Phase.CONFIRMED)
 _WRONG_PHASE = {
     Phase.IDLE: (
         "backward() was called outside the loop over run.shard(...). Only inside the loop do gradients belong to a step. "
@@ -277,8 +298,9 @@ _WRONG_PHASE = {
         "backward() was called twice for one micro-batch: the gradients of this lane were already added up. Add the losses and "
         "call backward() once. (A reentrant checkpoint in a submodule that is called directly looks the same: use_reentrant=False.)"
     ),
-    Phase.AVERAGED: (
+    **dict.fromkeys(
+        _AVERAGED,
         "backward() was called twice for one micro-batch: the gradients of this step were already averaged. "
-        "Add the losses and call backward() once."
+        "Add the losses and call backward() once.",
     ),
 }

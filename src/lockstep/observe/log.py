@@ -1,8 +1,9 @@
 """LaneLog: averages what the user logs in each lane over all lanes, by weight. The averages have the same bits on every worker.
 
-Logged values are part of the state. Each worker shares its entries with all others: with the confirmation of each step (under an
-agent, for values on the host), and every few steps. From then on every worker holds them, so they survive its death, and a newcomer
-or a checkpoint receives them. A worker that dies before it has shared an entry takes it along: log before ``opt.step()``.
+Logged values are part of the state. Each worker shares its entries with all others: before a step commits (under an agent, for
+values on the host), before the workers change, before a checkpoint, and every few steps. From then on every worker holds them, so
+they survive its death, and a newcomer or a checkpoint receives them. A step commits only when every worker has the entries of all.
+A worker that dies takes along what it has logged since: log before ``opt.step()``.
 """
 
 from __future__ import annotations
@@ -70,24 +71,24 @@ class LaneLog:
     def discard_step(self, step: int) -> None:
         """Drop the values of a step that did not commit: it will run again, and log again."""
         self._mine = [entry for entry in self._mine if entry.step != step]
+        self._shared = {key: entry for key, entry in self._shared.items() if entry[0] != step}
 
-    def share(self, comm: Comm, what: str, *, reads_devices: bool = True) -> None:
+    def share(self, comm: Comm, *, reads_devices: bool = True) -> None:
         """Give this worker's new entries to all workers. All workers must call this.
 
         Args:
             comm: Connects the workers.
-            what: Names the collective in errors.
             reads_devices: Whether to include values on a GPU, for which the host must wait.
         """
         ready = [entry for entry in self._mine if entry.weight is not None and (reads_devices or not entry.is_on_device)]
         texts = [json.dumps({entry.key: entry.packed() for entry in ready}).encode() if ready else b""]
         if comm.size > 1:
-            texts = gather_bytes(comm, texts[0], what)
+            texts = gather_bytes(comm, texts[0], "what was logged")
         self._merge(texts)
 
     def collect(self, comm: Comm) -> Averages:
         """Return the averages of all entries that were not published yet, by step. All workers must call this between steps."""
-        self.share(comm, "what was logged")
+        self.share(comm)
         return average(list(self._shared.values()))
 
     def publish(self, averages: Averages, *, is_main: bool) -> None:

@@ -74,6 +74,7 @@ class BetweenSteps:
             self._workers.report(type="stopped", step=now.step)
             raise SystemExit(self._exit_code())
         if any(request & CHANGE for request in now.requests):
+            self._recovery.together(self._exchange.share)  # a worker that leaves takes nothing along
             self._recovery.change_generation()
 
     def _step_end(self) -> StepEnd:
@@ -106,6 +107,10 @@ class LogExchange:
         """Return the averages of what was logged. All workers call it."""
         self._consistency.compare_buffers(self._progress.step)
         return self._log.collect(self._workers.comm)
+
+    def share(self) -> None:
+        """Give all workers what each has logged. All workers call it."""
+        self._log.share(self._workers.comm)
 
     def done(self, averages: Averages) -> None:
         """Publish the averages. They may come from another worker that had completed the exchange."""

@@ -159,7 +159,7 @@ class Run:
             before_send=lambda: self._commit.record_samples(),
             on_averaged=lambda: self._commit.seed_after_averaging(),
             on_peer_lost=(lambda error: self._recovery.recover(error)) if has_agent else None,
-            exchange_confirmation=self._exchange_confirmation,
+            share_logged=self._share_logged,
             requests=self._requests,
         )
         self._engine = LaneEngine(self.model, self.comm, self.lanes, exact=self.exact, bucket_mb=bucket_mb, callbacks=callbacks)
@@ -179,7 +179,7 @@ class Run:
         self._state = RunState(self.model, self._engine, self._gate, self._progress, self._log, settings)
         self._sigterm: Sigterm | None = None
         if checkpoint is not None:
-            callbacks = CheckpointCallbacks(self._published, self._equal_at, self._resumed)
+            callbacks = CheckpointCallbacks(self._published, self._equal_at, self._resumed, lambda: self._log.share(self.comm))
             self._checkpoints = Checkpoints(checkpoint, every, keep, self._state, lambda: self.comm, callbacks)
             if self._workers.link is None:
                 self._sigterm = Sigterm()
@@ -235,6 +235,7 @@ class Run:
     def _discard_step(self) -> None:
         if not self._progress.committed:
             self._engine.discard_step()
+            self._log.discard_step(self.step + 1)
 
     def _rebind(self, comm: Comm) -> None:
         self._engine.rebind(comm)
@@ -256,12 +257,12 @@ class Run:
         if self._checkpoints is not None:
             self._checkpoints.restore_if_changed()
 
-    def _exchange_confirmation(self, comm: Comm, what: str) -> None:
-        """All workers have the averages of the step. The values logged so far travel along."""
+    def _share_logged(self, comm: Comm) -> None:
+        """Give all workers what this worker has logged so far, before the step commits: then it survives this worker."""
         loop = self._progress.loop
         assert loop is not None
         self._log.weigh(self._engine.weight_of(loop.lane))
-        self._log.share(comm, what, reads_devices=False)
+        self._log.share(comm, reads_devices=False)
 
     def _published(self, step: int, where: str) -> None:
         if self._workers.link is not None:
@@ -334,7 +335,7 @@ class Run:
     @property
     def averaged(self) -> bool:
         """Whether ``param.grad`` holds the averages: true from the last lane's ``backward()`` to the end of the iteration."""
-        return self._progress.loop is not None and self._engine.phase is Phase.AVERAGED
+        return self._progress.loop is not None and self._engine.is_averaged
 
     @property
     def stands_in(self) -> bool:

@@ -53,6 +53,8 @@ class StepCommit:
                 f"{call} was called before backward() in step {self._progress.step}, or backward() reached no parameter of the "
                 "model: there is no gradient yet. Call backward() first."
             )
+        if loop.is_last:
+            self._engine.confirm()
         return loop.is_last and self._engine.phase is not Phase.DISCARDED
 
     def stepped(self) -> None:
