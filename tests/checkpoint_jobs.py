@@ -17,7 +17,7 @@ from lockstep.checkpoint.checkpoints import SaveError
 from lockstep.comm.plain_state import digest, flatten
 from tests.models import build
 
-COUNTED = ("open", "write", "fsync", "close", "rename", "unlink", "rmdir", "makedirs", "listdir")
+COUNTED = ("open", "write", "fsync", "close", "rename", "unlink", "rmdir", "mkdir", "makedirs", "listdir", "scandir", "stat")
 
 
 class FaultyOs:
@@ -38,6 +38,9 @@ class FaultyOs:
             if number == self._at:
                 self._fault(name)
             result = real(*args, **kwargs)
+            folder = next((kwargs[key] for key in ("dir_fd", "dst_dir_fd") if key in kwargs), None)
+            if folder is not None:  # record paths, not names relative to a descriptor
+                args = tuple(os.path.join(os.readlink(f"/proc/self/fd/{folder}"), a) if isinstance(a, str) else a for a in args)
             self.calls.append((name, args, result))
             return result
 
@@ -86,8 +89,8 @@ class Job:
             checkpoints.save(self.run.step)
 
     def state(self) -> str:
-        held = {"model": self.model.state_dict(), "opt": self.opt.state_dict()}
-        return f"{self.run.step} {digest(*flatten(held, 'held')).hex()}"
+        state = {"model": self.model.state_dict(), "opt": self.opt.state_dict()}
+        return f"{self.run.step} {digest(*flatten(state, 'state')).hex()}"
 
     def close(self) -> None:
         del self._loop

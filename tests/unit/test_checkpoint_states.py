@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -9,13 +10,18 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
 from torch import Tensor
 
 from lockstep.checkpoint.checkpoints import CheckpointCallbacks, Checkpoints, SaveError
 from lockstep.checkpoint.retention import Retention
+from lockstep.checkpoint.state_layout import assign_to_writers
 from lockstep.checkpoint.storage import LocalStorage, open_storage
 from lockstep.comm.base import Comm
 from lockstep.comm.loopback import loopback
+from lockstep.comm.plain_state import Stateful
 from lockstep.errors import UsageError
 from lockstep.gradients.control_word import PUBLISHED, SAVE, STOP, WROTE
 from lockstep.plan.step_end import StepEnd
@@ -51,14 +57,19 @@ class OneWeight:
 
 
 def open_checkpoints(
-    folder: Path, state: OneWeight | None = None, comm: Comm | None = None, *, keep: int = 3, **callbacks: Any
+    folder: Path, state: Stateful | None = None, comm: Comm | None = None, *, keep: int = 3, resume: str = "auto", **callbacks: Any
 ) -> Checkpoints:
     alone = comm or loopback(1, 10.0)[0]
-    return Checkpoints(folder, "1000h", keep, state or OneWeight(), lambda: alone, CheckpointCallbacks(**callbacks))
+    called = CheckpointCallbacks(**callbacks)
+    return Checkpoints(folder, "1000h", keep, state or OneWeight(), lambda: alone, called, resume=resume)
 
 
 def published(folder: Path) -> list[int]:
     return [each.step for each in Retention(open_storage(folder)).published()]
+
+
+def folders(place: Path) -> list[str]:
+    return sorted(path.name for path in place.iterdir() if path.is_dir())
 
 
 def end_step(checkpoints: Checkpoints, step: int, requests: int = 0) -> None:
@@ -184,7 +195,8 @@ def test_an_abandoned_checkpoint_is_not_published_and_another_is_requested(tmp_p
     checkpoints.wait_until_idle()
     assert gate.calls == 1 + 2  # the first checkpoint ended in its first file of two
     assert published(tmp_path) == [2]
-    assert len(list(tmp_path.iterdir())) == 1
+    assert len(folders(tmp_path)) == 1
+    checkpoints.close()
     loaded = OneWeight()
     assert open_checkpoints(tmp_path, loaded).resume()
     assert loaded.weight.eq(2).all()
@@ -231,7 +243,7 @@ def test_a_part_that_fails_is_an_error_on_every_worker(
     assert "the checkpoint of step 7" in first
     assert "was not written: rank 1: OSError: [Errno 28] No space left on device" in first
     assert capsys.readouterr().err.count("No space left") == 1  # rank 0 says it, once
-    assert list(tmp_path.iterdir()) == []
+    assert folders(tmp_path) == []
 
 
 def test_checkpoints_that_may_hold_wrong_bits_are_removed_when_the_next_is_published(tmp_path: Path) -> None:
@@ -274,27 +286,28 @@ def test_the_newest_checkpoint_of_equal_replicas_stays_beyond_keep(tmp_path: Pat
 
 
 def test_a_folder_that_is_being_written_is_not_removed(tmp_path: Path) -> None:
-    earlier, later = tmp_path / "step-000000009-0000000000000001", tmp_path / "step-000000001-ffffffffffffffff"
-    foreign = tmp_path / "mine"
-    for folder in (earlier, later, foreign):
+    """By a worker of a newer generation, while the old rank 0 is about to be ended."""
+    earlier, foreign = tmp_path / "step-000000009-0000000000000001", tmp_path / "mine"
+    for folder in (earlier, foreign):
         folder.mkdir()
-    open_checkpoints(tmp_path).save(5)
-    assert published(tmp_path) == [5]
-    assert {path.name for path in tmp_path.iterdir()} >= {later.name, foreign.name}
-    assert not earlier.exists()
+    newest, begun_later = "step-000000005-000000000002aaaa", "step-000000005-000000000003aaaa"
+    for name in (newest, begun_later):
+        (tmp_path / name).mkdir()
+    Retention(open_storage(tmp_path)).remove_old(newest, "a run", 5)
+    assert folders(tmp_path) == ["mine", newest, begun_later]
 
 
 def test_a_loop_that_ended_with_a_saved_step_is_not_saved_again(tmp_path: Path) -> None:
     checkpoints = open_checkpoints(tmp_path)
     checkpoints.loop_ended(3)
     checkpoints.loop_ended(3)
-    assert [path.name[:14] for path in tmp_path.iterdir()] == ["step-000000003"]
+    assert [name[:14] for name in folders(tmp_path)] == ["step-000000003"]
     resumed: list[int] = []
     again = open_checkpoints(tmp_path, resumed=resumed.append)
     assert again.resume()
     assert resumed == [3]
     again.loop_ended(3)
-    assert len(list(tmp_path.iterdir())) == 1
+    assert len(folders(tmp_path)) == 1
 
 
 def test_a_sparse_tensor_is_named(tmp_path: Path) -> None:
@@ -302,3 +315,78 @@ def test_a_sparse_tensor_is_named(tmp_path: Path) -> None:
     state.weight = torch.zeros(4).to_sparse()
     with pytest.raises(UsageError, match=r"parameters\.weight is a torch.float32 tensor \(torch.sparse_coo\)"):
         open_checkpoints(tmp_path, state).begin(1)
+
+
+def damage(folder: Path, step: int) -> None:
+    """Change one bit of the checkpoint of ``step``."""
+    (file,) = folder.glob(f"step-{step:09d}-*/model-*.safetensors")
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+def test_damage_that_one_worker_sees_makes_all_workers_use_the_checkpoint_before(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = [tmp_path / "rank-0", tmp_path / "rank-1"]
+    checkpoints = open_checkpoints(folders[0])
+    for step in (1, 2):
+        checkpoints.save(step)
+    shutil.copytree(folders[0], folders[1])
+    damage(folders[1], 2)
+
+    def body(comm: Comm) -> int:
+        resumed: list[int] = []
+        assert open_checkpoints(folders[comm.rank], comm=comm, resumed=resumed.append).resume()
+        return resumed[0]
+
+    assert on_threads(2, body) == [1, 1]
+    assert "its checksum differs (seen by rank 1). The checkpoint before it is used." in capsys.readouterr().err
+
+
+def test_a_run_does_not_begin_anew_if_every_checkpoint_is_damaged(tmp_path: Path) -> None:
+    assert not open_checkpoints(tmp_path).resume()
+    open_checkpoints(tmp_path).save(1)
+    damage(tmp_path, 1)
+    with pytest.raises(UsageError, match=r"every checkpoint in .* is damaged. The newest: step-000000001-.*its checksum differs"):
+        open_checkpoints(tmp_path).resume()
+
+
+def test_tensors_whose_paths_give_one_name_are_kept_apart(tmp_path: Path) -> None:
+    class Dotted(OneWeight):
+        restored: Mapping[str, Any]
+
+        def capture(self) -> dict[str, Any]:
+            return {**super().capture(), "a.b": torch.ones(3), "a": {"b": torch.zeros(3)}, "__metadata__": torch.ones(1)}
+
+        def restore(self, state: Mapping[str, Any], *, resumes: bool = False) -> None:
+            self.restored = state
+
+    open_checkpoints(tmp_path, Dotted()).save(1)
+    (file,) = tmp_path.glob("*/state-*.safetensors")
+    assert len(load_file(file)) == 3
+    state = Dotted()
+    assert open_checkpoints(tmp_path, state).resume()
+    assert state.restored["a.b"].eq(1).all()
+    assert state.restored["a"]["b"].eq(0).all()
+
+
+def test_a_state_that_changes_its_shape_is_copied_anew(tmp_path: Path) -> None:
+    state = OneWeight()
+    checkpoints = open_checkpoints(tmp_path, state)
+    checkpoints.save(1)
+    state.weight = torch.arange(5000.0)
+    checkpoints.save(2)
+    loaded = OneWeight()
+    loaded.weight = torch.zeros(5000)
+    assert open_checkpoints(tmp_path, loaded).resume()
+    assert torch.equal(loaded.weight, state.weight)
+
+
+@given(st.lists(st.integers(0, 1000), max_size=60), st.integers(1, 9))
+def test_each_tensor_is_written_once_and_writers_have_about_equally_many_bytes(sizes: list[int], writers: int) -> None:
+    parts = assign_to_writers(sizes, writers)
+    assert len(parts) == writers
+    assert sorted(index for part in parts for index in part) == list(range(len(sizes)))
+    written = [sum(sizes[index] for index in part) for part in parts]
+    assert max(written) - min(written) <= max(sizes, default=0)

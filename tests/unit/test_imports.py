@@ -10,7 +10,6 @@ from pathlib import Path
 SOURCE = Path(__file__).parents[2] / "src" / "lockstep"
 LEVEL = {
     "errors": 0,
-    "linux": 0,
     "plan": 1,
     "world": 1,
     "launch": 2,

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lockstep.checkpoint.atomic_file import write_atomically
+from lockstep.checkpoint.atomic_file import Piece, write_atomically
 from lockstep.checkpoint.manifest import Manifest
 from lockstep.checkpoint.retention import CheckpointFolder, Retention
 from lockstep.checkpoint.storage import open_storage
@@ -74,7 +74,7 @@ def export(retention: Retention, given: argparse.Namespace) -> int:
     return 0
 
 
-def _write_model(retention: Retention, folder: CheckpointFolder, manifest: Manifest, target: Path) -> int:
+def _write_model(retention: Retention, checkpoint: CheckpointFolder, manifest: Manifest, target: Path) -> int:
     """Write ``target`` as the package ``safetensors`` lays out a model. Returns the number of bytes.
 
     Tied weights are written once; their other names are in the metadata.
@@ -83,11 +83,16 @@ def _write_model(retention: Retention, folder: CheckpointFolder, manifest: Manif
     from lockstep.checkpoint.snapshot import METADATA, memory_of, plan_file
     from lockstep.comm.base import bits
 
-    tensors = read_tensors(retention.storage, folder.name, manifest, only=list(manifest.model.values()))
+    tensors = read_tensors(retention.storage, checkpoint.name, manifest, only=list(manifest.model.values()))
     names = {number: name for name, number in manifest.model.items()}
     named = {number: (names[number], tensors[number]) for number in sorted(tensors)}
     plan = plan_file(target.name, named, {**METADATA, **manifest.aliases})
-    write_atomically(target, [plan.header, *(memory_of(bits(tensors[entry.number])) for entry in plan.entries)])
+    pieces: list[Piece] = [plan.header, *(memory_of(bits(tensors[entry.number])) for entry in plan.entries)]
+    folder = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        write_atomically(target.name, pieces, folder)
+    finally:
+        os.close(folder)
     return len(plan.header) + plan.bytes
 
 

@@ -17,14 +17,18 @@ abandoned, because a worker that writes or publishes it may be gone, and another
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
+from lockstep.checkpoint.background_task import BackgroundTask
+from lockstep.checkpoint.hyperparameters import read_hyperparameters
 from lockstep.checkpoint.in_flight import CheckpointInFlight
 from lockstep.checkpoint.manifest import Manifest
-from lockstep.checkpoint.reader import read_newest
+from lockstep.checkpoint.ownership import Ownership, RunIdentity
+from lockstep.checkpoint.resumed import ResumedCheckpoint
+from lockstep.checkpoint.resumption import Resumption
 from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.schedule import Schedule
 from lockstep.checkpoint.snapshot import Snapshot
@@ -85,13 +89,26 @@ class Checkpoints:
         state: Stateful,
         comm: Callable[[], Comm],
         callbacks: CheckpointCallbacks,
+        *,
+        resume: str | os.PathLike[str] = "auto",
+        override: Sequence[str] = (),
     ) -> None:
-        """``url``, ``every`` and ``keep`` are arguments of ``Run``; ``comm`` returns the comm of the current generation."""
+        """``comm`` returns the comm of the current generation. The other arguments are those of ``Run``:
+
+        ``resume`` is "auto" (the newest checkpoint, if there is one), "must" (a ``UsageError`` if there is none), "never" (begin
+        anew, next to the checkpoints that are there) or the folder of one checkpoint. ``override`` names the hyperparameters of
+        optimizers for which the script's value is used, not the checkpoint's.
+        """
         if not isinstance(keep, int) or keep < 1:
             raise UsageError(f"keep={keep!r} is not a number of checkpoints. Use 1 or more.")
         self._retention = Retention(open_storage(url), keep)
         self._schedule = Schedule(Interval.parse(every))
         self._run_state, self._comm, self._callbacks = state, comm, callbacks
+        script = read_hyperparameters(state.replicated().get("objects", {}))
+        self._resumption = Resumption(resume, override, script)
+        self._ownership = Ownership(self._retention.storage, comm, script)
+        self._resumed_from: ResumedCheckpoint | None = None
+        """The checkpoint that was loaded, until ``restore_if_changed`` or the first step."""
         self._snapshot = Snapshot()
         self._state = State.IDLE
         self._latest: CheckpointInFlight | None = None
@@ -100,27 +117,72 @@ class Checkpoints:
         """Checkpoints after this step may hold wrong bits. They are removed when the next checkpoint is published."""
 
     def resume(self) -> bool:
-        """Load the newest checkpoint, before the first step. Returns whether there was one. ``UsageError`` if it does not fit."""
-        comm, url = self._comm(), self._retention.storage.url
-        found = read_newest(self._retention, comm, self._run_state.weights(), self._run_state.settings, print_notice)
+        """Load the checkpoint that ``Run(resume=...)`` asks for, before the first step. Returns whether there was one.
+
+        All workers must call it. ``UsageError`` if another run uses the folder, or if the checkpoint does not fit this run.
+        """
+        comm = self._comm()
+        identity = self._ownership.acquire()
+        found = self._resumption.read(self._retention, comm, self._run_state)
         if found is None:
             return False
-        manifest, state = found
+        manifest = found.manifest
+        self._resumption.override(found.state)
+        self._resumed_from = ResumedCheckpoint(found)
+        self._load(found.state, manifest)
+        kept = self._resumption.hyperparameters(manifest, print_notice if comm.rank == 0 else lambda line: None)
+        self._ownership.resumed(RunIdentity(identity.launch, manifest.run or identity.run, kept))
+        self._schedule.last_step = manifest.step
+        self._callbacks.resumed(manifest.step)
+        if comm.rank == 0:
+            workers = f"{manifest.workers} worker{'s' if manifest.workers > 1 else ''}"
+            url = found.retention.storage.url
+            print_notice(f"resumed at step {manifest.step} from {url} (saved {manifest.made} by {workers}; {comm.size} now).")
+        return True
+
+    def restore_if_changed(self) -> bool:
+        """Load the checkpoint again, if the script has changed the state since ``resume``. Returns whether it had.
+
+        Every worker calls it once, alone, when its script has reached the place at which the checkpoint was made. Until then, or
+        until the first step, the checkpoint is not removed. ``UsageError`` if the checkpoint cannot be read any more.
+        """
+        resumed, self._resumed_from = self._resumed_from, None
+        if resumed is None or not resumed.differs_from(self._run_state):
+            return False
+        state = resumed.read(self._run_state)
+        self._resumption.override(state)
+        self._load(state, resumed.manifest)
+        return True
+
+    def _load(self, state: dict[str, Any], manifest: Manifest) -> None:
         try:
             self._run_state.restore(state, resumes=True)
         except (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
             if isinstance(error, LockstepError):
                 raise
             raise UsageError(
-                f"the checkpoint of step {manifest.step} in {url} does not fit this run ({type(error).__name__}: "
-                f"{str(error)[:200]}). Pass the objects that were saved to Run, or another folder as checkpoint=..."
+                f"the checkpoint of step {manifest.step} in {self._retention.storage.url} does not fit this run "
+                f"({type(error).__name__}: {str(error)[:200]}). Pass the objects that were saved to Run, or another folder as "
+                "checkpoint=..."
             ) from error
-        self._schedule.last_step = manifest.step
-        self._callbacks.resumed(manifest.step)
-        if comm.rank == 0:
-            workers = f"{manifest.workers} worker{'s' if manifest.workers > 1 else ''}"
-            print_notice(f"resumed at step {manifest.step} from {url} (saved {manifest.made} by {workers}; {comm.size} now).")
-        return True
+
+    def new_generation(self) -> None:
+        """The workers have changed. All workers of the new generation must call it."""
+        self.abandon()
+        self._ownership.agree()
+
+    def close(self) -> None:
+        """The run has ended: let other runs use the folder. Does not wait; may be called twice."""
+        self.abandon()
+        if self._latest is not None and self._latest.is_publishing:
+            BackgroundTask(self._release, "release", finish_at_exit=True)
+        else:
+            self._release()
+
+    def _release(self) -> None:
+        if self._latest is not None:
+            self._latest.wait_for_publication()
+        self._ownership.release()
 
     # -- between steps -------------------------------------------------------------------------
 
@@ -131,10 +193,11 @@ class Checkpoints:
             return save
         if self._state is State.WRITING:
             return WROTE if self._latest.is_written else 0
-        return save | (PUBLISHED if self._latest.is_published else 0)
+        return save | (PUBLISHED if self._latest.has_publication_ended else 0)
 
     def is_due(self, now: StepEnd) -> bool:
         """Return whether the workers must call ``perform`` at the end of this step. Called after every step."""
+        self._resumed_from = None
         if not self._snapshot.is_prepared:  # after the first step optimizers have their state: mistakes in it are found now
             comm = self._comm()
             self._snapshot.prepare(lay_out_state(self._run_state.capture(), self._run_state.persistent(), comm.size), comm.rank)
@@ -154,11 +217,16 @@ class Checkpoints:
         self._schedule.is_requested = False
 
     def loop_ended(self, step: int) -> None:
-        """Save the end of a loop, so that a resumed run skips the loop, unless that was done with its last step."""
+        """Save the end of a loop, so that a resumed run skips the loop, unless that was done with its last step.
+
+        It is done again if replicas were compared meanwhile and differed: what was saved of this step may hold the wrong bits.
+        """
         # Rank 0 decides: a worker that has joined does not know the last checkpoint.
-        texts = gather_bytes(self._comm(), str(self._schedule.last_step).encode(), "the step of the last checkpoint")
-        if int(texts[0]) != step:
+        is_due = self._schedule.last_step != step or self._schedule.is_requested
+        texts = gather_bytes(self._comm(), b"1" if is_due else b"0", "whether the end of the loop must be saved")
+        if texts[0] == b"1":
             self.begin(step)
+            self._schedule.is_requested = False
         self.wait_until_idle()
 
     # -- on request ----------------------------------------------------------------------------
@@ -208,7 +276,10 @@ class Checkpoints:
     def begin(self, step: int) -> CheckpointInFlight:
         """Copy the state of ``step``, and start to write it. Waits for the checkpoint before it."""
         self.wait_until_idle()
-        self._latest = CheckpointInFlight(step, self._run_state, self._comm(), self._snapshot, self._retention.storage)
+        if self._resumed_from is not None and self._resumed_from.manifest.step < step:
+            self._resumed_from = None
+        identity = self._ownership.identity or self._ownership.agree()
+        self._latest = CheckpointInFlight(step, identity, self._run_state, self._comm(), self._snapshot, self._retention)
         self._enter(State.WRITING)
         self._schedule.begun(step)
         return self._latest
@@ -241,14 +312,18 @@ class Checkpoints:
     def _publish(self, checkpoint: CheckpointInFlight, manifest: Manifest, distrusted_after: int | None) -> None:
         """Runs on rank 0 in a background thread."""
         storage = self._retention.storage
+        in_use = self._resumed_from.folder if self._resumed_from is not None else None
         try:
-            storage.publish(checkpoint.folder, manifest.to_json())
+            data = manifest.to_json()
+            self._ownership.require()
+            storage.publish(checkpoint.folder, data)
         except Exception as error:  # noqa: BLE001 - a storage may raise anything
             checkpoint.fail(f"rank 0: {type(error).__name__}: {error}")
             return
         self._callbacks.published(manifest.step, f"{storage.url}/{checkpoint.folder}")
         try:
-            self._retention.remove_old(checkpoint.folder, self._callbacks.agreed_at(manifest.step), distrusted_after)
+            agreed_at = self._callbacks.agreed_at(manifest.step)
+            self._retention.remove_old(checkpoint.folder, manifest.run, agreed_at, distrusted_after, in_use)
         except Exception as error:  # noqa: BLE001
             print_notice(f"older checkpoints in {storage.url} could not be removed ({error}). The next checkpoint tries again.")
 

@@ -9,17 +9,18 @@ import hashlib
 import json
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from lockstep.checkpoint.background_task import BackgroundTask
 from lockstep.checkpoint.manifest import Manifest, StoredFile, StoredTensor
+from lockstep.checkpoint.ownership import RunIdentity
 from lockstep.checkpoint.part_writer import PartWriter
-from lockstep.checkpoint.retention import new_folder_name
+from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.snapshot import Snapshot
 from lockstep.checkpoint.state_layout import StateLayout, lay_out_state
-from lockstep.checkpoint.storage import Storage
 from lockstep.comm.base import Comm
 from lockstep.comm.exchange import gather_bytes
 from lockstep.comm.plain_state import Stateful, dtype_name
@@ -28,18 +29,21 @@ from lockstep.observe.notice import print_notice
 
 
 class CheckpointInFlight:
-    """All workers must construct it after the same step. Training waits for the copy of the state; writing is in the background."""
+    """All workers must construct it after the same step. Returns when the state is copied, and writes it in the background."""
 
-    def __init__(self, step: int, state: Stateful, comm: Comm, snapshot: Snapshot, storage: Storage) -> None:
+    def __init__(
+        self, step: int, identity: RunIdentity, state: Stateful, comm: Comm, snapshot: Snapshot, retention: Retention
+    ) -> None:
         """Raises ``UsageError`` if the state cannot be written, or if the workers hold different tensors."""
         self.step = step
         self.error = ""
         """Why the checkpoint was not written. Failed publications are known to rank 0 alone, other failures to every rank."""
-        self._state, self._comm, self._storage = state, comm, storage
+        self._identity, self._state, self._comm, self._storage = identity, state, comm, retention.storage
         self._layout = lay_out_state(state.capture(), state.persistent(), comm.size)
-        self.folder = _agree_on_folder(comm, self._layout, step)
+        self.folder = _agree_on_folder(comm, self._layout, step, retention.new_folder(step) if comm.rank == 0 else "")
+        retention.begun(self.folder, identity.run)
         snapshot.copy(self._layout, comm.rank)
-        self._writer = PartWriter(storage, self.folder, snapshot, self._layout.index() if comm.rank == 0 else None)
+        self._writer = PartWriter(retention.storage, self.folder, snapshot, self._layout.index() if comm.rank == 0 else None)
         self._publication: BackgroundTask | None = None
 
     @property
@@ -48,16 +52,21 @@ class CheckpointInFlight:
         return self._writer.wait(0)
 
     @property
-    def is_published(self) -> bool:
-        """On rank 0, whether the publication has ended, by success or by failure. False on the other ranks."""
+    def has_publication_ended(self) -> bool:
+        """Whether rank 0 has published the checkpoint, or has failed to. Always False on the other ranks."""
         return self._publication is not None and self._publication.wait(0)
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for the background work of this worker. Returns whether it has ended, so that the snapshot may be used again."""
         return self._writer.wait(timeout_s) and (self._publication is None or self._publication.wait(timeout_s))
 
+    @property
+    def is_publishing(self) -> bool:
+        """On rank 0, whether the publication is under way."""
+        return self._publication is not None and not self._publication.wait(0)
+
     def wait_for_publication(self) -> None:
-        """Returns at once on the other ranks than 0."""
+        """Only rank 0 has something to wait for."""
         if self._publication is not None:
             self._publication.wait()
 
@@ -76,11 +85,8 @@ class CheckpointInFlight:
         if failures:
             self.fail(failures[0])
         if self._comm.rank == 0:
-            if failures:
-                self._publication = BackgroundTask(lambda: self._storage.remove(self.folder), "remove", finish_at_exit=True)
-            else:
-                manifest = self._manifest(parts)
-                self._publication = BackgroundTask(lambda: publish(manifest), "publish", finish_at_exit=True)
+            action = partial(self._storage.remove, self.folder) if failures else partial(publish, self._manifest(parts))
+            self._publication = BackgroundTask(action, "publish", finish_at_exit=True)
         return not failures
 
     def fail(self, why: str) -> None:
@@ -92,6 +98,8 @@ class CheckpointInFlight:
     def _manifest(self, parts: list[dict[str, Any]]) -> Manifest:
         tensors = {int(number): entry for part in parts for number, entry in part["tensors"].items()}
         return Manifest(
+            run=self._identity.run,
+            hyperparameters=self._identity.hyperparameters,
             step=self.step,
             made=time.strftime("%Y-%m-%d %H:%M:%S %z"),
             workers=len(parts),
@@ -107,11 +115,11 @@ class CheckpointInFlight:
         )
 
 
-def _agree_on_folder(comm: Comm, layout: StateLayout, step: int) -> str:
-    """Return the folder's name, which rank 0 chooses. All must call it. Raises ``UsageError`` if a worker holds other tensors."""
+def _agree_on_folder(comm: Comm, layout: StateLayout, step: int, proposed: str) -> str:
+    """Return the folder's name, which rank 0 proposes. All must call it. Raises ``UsageError`` if a worker holds other tensors."""
     tensors = [[name, dtype_name(t.dtype), list(t.shape)] for name, t in zip(layout.names, layout.tensors, strict=True)]
     fingerprint = hashlib.sha256(json.dumps([tensors, layout.parts]).encode()).hexdigest()
-    mine = json.dumps({"folder": new_folder_name(step), "fingerprint": fingerprint}).encode()
+    mine = json.dumps({"folder": proposed, "fingerprint": fingerprint}).encode()
     first, *others = map(json.loads, gather_bytes(comm, mine, f"the name of the checkpoint of step {step}"))
     for rank, other in enumerate(others, 1):
         if other["fingerprint"] != first["fingerprint"]:

@@ -9,14 +9,17 @@ import hashlib
 import json
 import math
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from lockstep.checkpoint.tensor_file import ITEM_BYTES, DamagedCheckpointError, count_bytes
+from lockstep.checkpoint.tensor_file import ITEM_BYTES, MAX_HEADER_BYTES, DamagedCheckpointError, count_bytes
+from lockstep.errors import UsageError
 
 NAME = "manifest.json"
 INDEX = "model.safetensors.index.json"
 FORMAT = "lockstep checkpoint 1"
+MAX_BYTES = 64 << 20
+"""A longer file is damage. It has about 500 bytes for each tensor."""
 _MAX_DIMENSIONS = 64
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -65,10 +68,17 @@ class Manifest:
     """Names in the model's state dict whose tensor is stored under another name (tied weights): name -> the other name."""
     files: dict[str, StoredFile]
     tensors: tuple[StoredTensor, ...]
+    run: str = ""
+    """The id of the run: random, made when the run began, and kept when it is resumed."""
+    hyperparameters: dict[str, Any] = field(default_factory=dict)
+    """The hyperparameters in the script (hyperparameters.py) with which the run began, or was resumed with ``override``."""
 
     def to_json(self) -> bytes:
         body = {"format": FORMAT, **asdict(self)}
-        return json.dumps({**body, "digest": _digest(body)}, indent=1).encode()
+        data = json.dumps({**body, "digest": _digest(body)}, indent=1).encode()
+        if len(data) > MAX_BYTES:
+            raise UsageError(f"the state has too many parts: {NAME} would have {len(data)} bytes, and {MAX_BYTES} are the limit")
+        return data
 
     @staticmethod
     def parse(data: bytes) -> Manifest:
@@ -90,11 +100,21 @@ class Manifest:
 
     def _validate(self) -> None:
         """Check that every value has its type, and that no number allocates or reads beyond the files."""
-        words = (self.made, self.torch, *self.model, *self.aliases, *self.aliases.values(), *(t.name for t in self.tensors))
-        if not all(type(word) is str and word.isprintable() for word in words) or type(self.settings) is not dict:
+        words = (
+            self.made,
+            self.torch,
+            self.run,
+            *self.model,
+            *self.aliases,
+            *self.aliases.values(),
+            *(t.name for t in self.tensors),
+        )
+        if not all(type(word) is str and word.isprintable() for word in words) or not all(
+            type(table) is dict for table in (self.settings, self.hyperparameters)
+        ):
             raise ValueError("a name or a text is not printable text")
         for name, file in self.files.items():
-            if not _FILE.fullmatch(name) or not _are_counts(file.bytes, file.head) or file.head > file.bytes:
+            if not _FILE.fullmatch(name) or not _are_counts(file.bytes, file.head) or file.head > min(file.bytes, MAX_HEADER_BYTES):
                 raise ValueError(f"file {name!r} has an impossible name or size")
         for tensor in self.tensors:
             if tensor.dtype not in ITEM_BYTES or len(tensor.shape) > _MAX_DIMENSIONS or not _are_counts(*tensor.shape):
@@ -102,7 +122,7 @@ class Manifest:
             if math.prod(max(1, extent) for extent in tensor.shape) >= 1 << 60:
                 raise ValueError(f"tensor {tensor.name!r} has too many elements")
             if not _are_counts(tensor.begin) or tensor.begin + tensor.bytes > self.files[tensor.file].bytes:
-                raise ValueError(f"tensor {tensor.name!r} lies outside its file")
+                raise ValueError(f"tensor {tensor.name!r} is outside its file")
         if sum(tensor.bytes for tensor in self.tensors) > sum(file.bytes for file in self.files.values()):
             raise ValueError("the tensors have more bytes than the files")
         if not _are_counts(self.step, self.workers, *self.model.values()) or any(

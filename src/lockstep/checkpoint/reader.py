@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,45 +29,79 @@ _MAX_THREADS = 4
 _PIECE_BYTES = 4 * CHUNK_BYTES
 
 
+@dataclass(frozen=True)
+class FoundCheckpoint:
+    """A checkpoint that was read."""
+
+    retention: Retention
+    folder: CheckpointFolder
+    manifest: Manifest
+    state: dict[str, Any] = field(repr=False)
+
+
 def read_newest(
     retention: Retention, comm: Comm, weights: Mapping[str, Tensor], settings: Mapping[str, Any], notify: Callable[[str], None]
-) -> tuple[Manifest, dict[str, Any]] | None:
+) -> FoundCheckpoint | None:
     """Read the newest checkpoint that is intact on every worker. All workers must call it; each reads the files itself.
 
     The checkpoint must fit the model's ``weights`` and the run's ``settings``, else a ``UsageError`` is raised, as it is if every
     checkpoint is damaged. Weights in contiguous host memory are read into directly. Rank 0 calls ``notify`` for each damaged one.
-    Returns the manifest and the state, or None if there is no checkpoint.
+    Returns None if there is no checkpoint.
     """
-    mine = json.dumps([folder.name for folder in retention.published()]).encode() if comm.rank == 0 else b""
+    mine = b""
+    if comm.rank == 0:
+        mine = json.dumps([folder.name for folder in retention.published()]).encode()
+        for name in retention.links():
+            notify(f"{retention.storage.url}/{name} is a symbolic link, which is not followed. Put the folder itself there.")
     names = json.loads(gather_bytes(comm, mine, "which checkpoints there are")[0])
     damages: list[str] = []
     for name in names:
         folder = CheckpointFolder.parse(name)
         assert folder is not None
-        found, damage = None, ""
-        try:
-            found = _read_state(retention, folder, weights, settings)
-        except DamagedCheckpointError as error:
-            damage = str(error)
-        everyone = gather_bytes(comm, damage.encode(errors="backslashreplace"), "whether the checkpoint is intact")
-        seen = next((f"{text.decode()} (seen by rank {rank})" for rank, text in enumerate(everyone) if text), None)
-        if seen is None:
-            assert found is not None
+        found, damage = _read_together(retention, folder, comm, weights, settings)
+        if found is not None:
             return found
-        damages.append(f"{name} is damaged: {seen}")
+        damages.append(damage)
         if comm.rank == 0:
             notify(f"the checkpoint {retention.storage.url}/{damages[-1]}. The checkpoint before it is used.")
     if damages:
         raise UsageError(
             f"every checkpoint in {retention.storage.url} is damaged. The newest: {damages[0]}. "
-            "Restore one of them from a copy, or pass another folder to checkpoint= to start from the beginning."
+            "Restore one of them from a copy, or pass another checkpoint folder to start from the beginning."
         )
     return None
 
 
-def _read_state(
+def read_one(
+    retention: Retention, folder: CheckpointFolder, comm: Comm, weights: Mapping[str, Tensor], settings: Mapping[str, Any]
+) -> FoundCheckpoint:
+    """Read this checkpoint. All workers must call it. Raises ``UsageError`` on all of them if it is damaged on one."""
+    found, damage = _read_together(retention, folder, comm, weights, settings)
+    if found is None:
+        raise UsageError(f"the checkpoint {retention.storage.url}/{damage}. `lockstep checkpoint list` shows others.")
+    return found
+
+
+def _read_together(
+    retention: Retention, folder: CheckpointFolder, comm: Comm, weights: Mapping[str, Tensor], settings: Mapping[str, Any]
+) -> tuple[FoundCheckpoint | None, str]:
+    """Returns None, and what is damaged, if the checkpoint is not intact on every worker."""
+    found, damage = None, ""
+    try:
+        found = read_state(retention, folder, weights, settings)
+    except DamagedCheckpointError as error:
+        damage = str(error)
+    everyone = gather_bytes(comm, damage.encode(errors="backslashreplace"), "whether the checkpoint is intact")
+    for rank, text in enumerate(everyone):
+        if text:
+            return None, f"{folder.name} is damaged: {text.decode()} (seen by rank {rank})"
+    return found, ""
+
+
+def read_state(
     retention: Retention, folder: CheckpointFolder, weights: Mapping[str, Tensor], settings: Mapping[str, Any]
-) -> tuple[Manifest, dict[str, Any]]:
+) -> FoundCheckpoint:
+    """Read a checkpoint. This worker does it alone. Raises ``DamagedCheckpointError``, or ``UsageError`` if it does not fit."""
     manifest = retention.manifest(folder)
     require_fit(manifest, weights, settings, f"{retention.storage.url}/{folder.name}")
     targets = {
@@ -82,7 +117,7 @@ def _read_state(
             raise TypeError("the state is not a dict")
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError, ArithmeticError) as error:
         raise DamagedCheckpointError(f"its skeleton cannot be read ({type(error).__name__}: {str(error)[:120]})") from None
-    return manifest, state
+    return FoundCheckpoint(retention, folder, manifest, state)
 
 
 def require_fit(manifest: Manifest, weights: Mapping[str, Tensor], settings: Mapping[str, Any], where: str) -> None:
@@ -94,14 +129,14 @@ def require_fit(manifest: Manifest, weights: Mapping[str, Tensor], settings: Map
         if saved.get(name) != here.get(name):
             raise UsageError(
                 f"the checkpoint {where} is of another model: {name} {saved.get(name, 'is missing')} in the checkpoint, and "
-                f"{here.get(name, 'is missing')} in this model. Build the model that was saved, or pass another folder to checkpoint=."
+                f"{here.get(name, 'is missing')} in this model. Build the model that was saved, or pass another checkpoint folder."
             )
     for name, value in settings.items():
         before = manifest.settings.get(name)
         if before != value:
             raise UsageError(
                 f"the checkpoint {where} was made with {name}={before!r}, this run has {name}={value!r}: the result would be that "
-                f"of neither run. Pass {name}={before!r}, or another folder to checkpoint=."
+                f"of neither run. Pass {name}={before!r}, or another checkpoint folder."
             )
 
 
@@ -119,14 +154,20 @@ def read_tensors(
         files: dict[str, StorageFile] = {}
         for name, stored in manifest.files.items():
             files[name] = stack.enter_context(closing(_open(storage, folder, name, stored)))
-        found = {n: into[n] if n in into else _new_tensor(tensors[n]) for n in numbers}
+        found = _allocate(manifest, numbers, into)
         for _ in pool.map(lambda n: _read_tensor(tensors[n], files[tensors[n].file], found[n]), numbers):
             pass
     return found
 
 
-def _new_tensor(stored: StoredTensor) -> Tensor:
-    return torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
+def _allocate(manifest: Manifest, numbers: Sequence[int], into: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    """Return a tensor to read each of ``numbers`` into. Memory that this machine does not have was not needed to write them."""
+    try:
+        stored = ((n, manifest.tensors[n]) for n in numbers)
+        return {n: into[n] if n in into else torch.empty(t.shape, dtype=getattr(torch, t.dtype)) for n, t in stored}
+    except (RuntimeError, MemoryError) as error:
+        nbytes = sum(manifest.tensors[n].bytes for n in numbers)
+        raise DamagedCheckpointError(f"its {nbytes} bytes do not fit into memory ({str(error).splitlines()[0][:120]})") from None
 
 
 def _open(storage: Storage, folder: str, name: str, stored: StoredFile) -> StorageFile:

@@ -27,7 +27,7 @@ _CODES = {
     **{"bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "bool": "BOOL"},
 }
 """The names of dtypes in the format. It has none for complex numbers."""
-_MAX_HEADER_BYTES = 100_000_000
+MAX_HEADER_BYTES = 100_000_000
 """The limit of the package ``safetensors``."""
 
 
@@ -80,6 +80,6 @@ def header_bytes(first_eight: bytes, file_bytes: int, file: str) -> int:
     if len(first_eight) < 8:
         raise DamagedCheckpointError(f"{file} has {len(first_eight)} bytes: its end is missing")
     (size,) = struct.unpack("<Q", first_eight)
-    if size > min(_MAX_HEADER_BYTES, file_bytes - 8):
+    if size > min(MAX_HEADER_BYTES, file_bytes) - 8:
         raise DamagedCheckpointError(f"{file} says that its header has {size} bytes, but the file has {file_bytes}")
     return 8 + int(size)

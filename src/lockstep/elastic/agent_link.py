@@ -50,13 +50,15 @@ class Generation:
 class CommOptions:
     """How each generation's comm is opened.
 
-    ``bucket_bytes(workers)`` is the memory that one worker's buckets need if the run has that many workers.
+    ``bucket_bytes(workers)`` is the memory that one worker's buckets need if the run has that many workers. ``place()`` says where
+    in the script this worker is, for errors.
     """
 
     device: torch.device
     kind: str | None
     timeout_s: float
     bucket_bytes: Callable[[int], int]
+    place: Callable[[], str] = lambda: ""
 
 
 @dataclass(frozen=True)
@@ -234,6 +236,7 @@ class AgentLink:
                 kind=options.kind,
                 need_bytes=options.bucket_bytes(size),
                 store=generation.store,
+                place=options.place,
             )
         except StoreWaitError as error:
             raise PeerError(f"the members of generation {generation.number} did not all arrive: {error}") from error

@@ -19,7 +19,15 @@ from torch import nn
 from lockstep.comm.base import Comm
 from lockstep.errors import PeerError, UsageError
 from lockstep.gradients.autograd_hooks import AutogradHooks
-from lockstep.gradients.control_word import COUNTED, WEIGHED, ControlWord, exchange_words, union
+from lockstep.gradients.control_word import (
+    COUNTED,
+    WEIGHED,
+    ControlWord,
+    Position,
+    exchange_words,
+    require_same_position,
+    union,
+)
 from lockstep.gradients.lane_buffers import LaneBuffers
 from lockstep.gradients.lane_reducer import LaneReducer, LaneWeights, WeightedMicroBatch
 from lockstep.gradients.module import HookedModule
@@ -32,6 +40,7 @@ class Phase(enum.Enum):
     LANE = "a lane was started; its backward has not begun"
     BACKWARD = "inside a lane's backward"
     FOLDED = "the lane's gradients are in the partial sums; more lanes follow"
+    UNCONFIRMED = "this worker has the averages of the step; other workers may still wait for theirs"
     AVERAGED = "the averaged gradients of the step are set"
     DISCARDED = "the set of workers changed; this micro-batch counts for nothing"
 
@@ -52,7 +61,9 @@ class EngineCallbacks:
     on_averaged: Callable[[], None] = lambda: None
     """Called when the averaged gradients of the step are set."""
     on_peer_lost: Callable[[PeerError], None] | None = None
-    """Called at the end of a backward in which a peer was lost; the micro-batch is then discarded. None: backward() raises."""
+    """Called at the end of a backward in which a peer was lost; it confirms or discards the step. None: backward() raises."""
+    exchange_confirmation: Callable[[Comm, str], None] = lambda comm, what: comm.barrier(what)
+    """Called on all ranks when this rank has the averages. It returns when every rank has them. Not called without on_peer_lost."""
     requests: Callable[[], int] = lambda: 0
     """Returns the request bits that this worker sends with the step (control_word.py)."""
 
@@ -130,9 +141,13 @@ class LaneEngine:
 
     # -- called by the training loop ---------------------------------------------------------
 
-    def start_step(self, step: int, counts: Sequence[int]) -> None:
-        """A step begins, possibly again. ``counts``: the number of samples of every lane of the run."""
-        self.step = step
+    def start_step(self, step: int, counts: Sequence[int], position: Position = (0, 0, 0)) -> None:
+        """A step begins, possibly again.
+
+        ``counts``: the number of samples of every lane of the run. ``position``: (stage of the loop, epoch, index in the epoch),
+        which must be equal on all ranks.
+        """
+        self.step, self._position = step, position
         self._weights = LaneWeights(step, counts, self.my_lanes)
         self._settings_hash: int | None = None
         self._reducer.start_step(step)
@@ -221,6 +236,13 @@ class LaneEngine:
         scale = self._weights.scale([weight for word in words for weight in word.weights])
         self._reducer.finish(union([word.present for word in words]), scale)
         self._lane_buffers.average(union([word.changed for word in words]), self._weights, scale)
+        if self._callbacks.on_peer_lost is not None and self.comm.size > 1:
+            self.phase = Phase.UNCONFIRMED
+            self._callbacks.exchange_confirmation(self.comm, f"the confirmation of step {self.step}")
+        self.confirm_step()
+
+    def confirm_step(self) -> None:
+        """Allow the step to commit: every worker has its averages."""
         self.phase = Phase.AVERAGED
         self._callbacks.on_averaged()
 
@@ -229,15 +251,12 @@ class LaneEngine:
         if settings_hash != self._settings_hash:
             self._callbacks.on_settings_differ(None)
         requests, weights = self._callbacks.requests() | self._weights.kinds(), tuple(self._weights.mine.values())
-        return ControlWord(self.step, settings_hash, requests, weights, bytes(self._reducer.present), self._lane_buffers.changed())
+        present, changed = bytes(self._reducer.present), self._lane_buffers.changed()
+        return ControlWord(self.step, self._position, settings_hash, requests, weights, present, changed)
 
     def _compare(self, words: Sequence[ControlWord]) -> None:
+        require_same_position(words)
         for rank, word in enumerate(words):
-            if word.step != words[0].step:
-                raise UsageError(
-                    f"rank {rank} is at step {word.step}, but rank 0 is at step {words[0].step}. Every worker must run the same "
-                    "loops over run.shard(...) and leave them at the same step."
-                )
             if word.settings_hash != words[0].settings_hash:
                 self._callbacks.on_settings_differ(rank)
         kinds = {word.requests & (WEIGHED | COUNTED) for word in words} - {0}

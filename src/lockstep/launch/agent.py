@@ -265,7 +265,7 @@ class Agent:
                     self._form(action)
                 case events.Prepare():
                     self._send((action.worker,), {"type": "prepare", "size": action.size})
-                case events.Pass():
+                case events.SkipLoop():
                     self._send((action.worker,), {"type": "pass", "stage": action.stage})
                 case events.Abort():
                     self._send(action.workers, {"type": "abort", "generation": action.generation, "why": action.why})

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from lockstep.launch import packets
-from lockstep.linux import die_with_parent
+from lockstep.launch.linux import die_with_parent
 
 step_now: Callable[[], int] | None = None
 """lockstep.Run sets this in its process: returns the current step, which is reported if the script raises."""

@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from lockstep import linux
-from lockstep.launch import packets
+from lockstep.launch import linux, packets
 from lockstep.launch.worker import Entrypoint, WorkerSpec
 from lockstep.launch.zygote_client import ZygoteClient
 

@@ -26,8 +26,8 @@ import threading
 from typing import Any
 
 from lockstep.launch import packets
+from lockstep.launch.linux import die_with_parent, threads
 from lockstep.launch.worker import Descriptors, Entrypoint, WorkerSpec, become_worker, exit_process, run_script
-from lockstep.linux import die_with_parent, threads
 
 PRELOAD = (
     "torch",

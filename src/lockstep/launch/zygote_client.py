@@ -101,9 +101,12 @@ class ZygoteClient:
             )
         zygote = self._current = ZygoteProcess(process, connection)
         self._zygotes.append(zygote)
-        packets.send(connection, self._prepare)
-        connection.setblocking(False)
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._on_packet(zygote))
+        try:
+            packets.send(connection, self._prepare)
+        except OSError:
+            pass  # the zygote is dead; when the selector sees that, another zygote is started
+        connection.setblocking(False)
         return zygote
 
     def _open_log(self) -> BinaryIO:

@@ -3,7 +3,7 @@
 A worker writes the samples of a step before it sends the first bucket of its last lane, and another line when the step commits.
 A step commits only after every worker of the generation has sent its buckets, hence has written its samples: the ledger is
 complete, whichever worker is killed at whatever time. ``audit`` checks that every sample was committed exactly once.
-Training does not depend on it: if it cannot be written (a full disk), a warning says so once, and ``audit`` will find what is missing.
+Training does not depend on it: if it cannot be written (a full disk), a warning says so once, and ``audit`` finds what is missing.
 """
 
 from __future__ import annotations

@@ -36,13 +36,13 @@ from lockstep.plan.membership_events import (
     Event,
     JoinRequested,
     LeaveRequested,
-    Pass,
     PeersLost,
     Prepare,
     Ready,
     ScaleRequested,
     ScriptFinished,
     ScriptRaised,
+    SkipLoop,
     StageEntered,
     Tick,
 )
@@ -99,7 +99,7 @@ def _pass(state: State, ids: Sequence[int], why: str) -> Decision:
     """Let newcomers continue their scripts behind a loop that the run has passed."""
     for id in ids:
         state = state.update(id, status=Status.PREPARING)
-    return state, tuple(Pass(id, state.worker(id).stage) for id in ids), why
+    return state, tuple(SkipLoop(id, state.worker(id).stage) for id in ids), why
 
 
 def _on_commit(state: State, event: Committed, now: float) -> Decision:

@@ -144,7 +144,7 @@ class Prepare:
 
 
 @dataclass(frozen=True)
-class Pass:
+class SkipLoop:
     """Tell a newcomer that waits at the entry of loop ``stage`` that the run has passed this loop."""
 
     worker: int
@@ -215,4 +215,4 @@ class End:
     notes: tuple[str, ...] = ()
 
 
-Action = Form | Prepare | Pass | Abort | Change | Stop | Spawn | Kill | Dismiss | Report | End
+Action = Form | Prepare | SkipLoop | Abort | Change | Stop | Spawn | Kill | Dismiss | Report | End
