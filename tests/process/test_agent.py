@@ -185,7 +185,7 @@ def test_a_worker_that_works_after_the_last_loop_is_left_alone(launch: Callable[
 
 
 def test_a_zygote_that_hangs_is_replaced(launch: Callable[..., LaunchedRun]) -> None:
-    run = launch(script(epochs=150), "-n", "2", "--hang-timeout", "2")
+    run = launch(script(epochs=5000), "-n", "2", "--hang-timeout", "2")
     await_step(run, 1)
     zygote = run.zygote()
     os.kill(zygote, signal.SIGSTOP)
