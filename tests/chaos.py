@@ -195,21 +195,9 @@ class Chaos:
     def _begin_launch(self) -> None:
         """What the script of the last launch has written is put aside. The run folder stays: the agent does that itself."""
         aside = self._folder / f"launch-{self._launch}"
-        for pattern in (
-            "pid-*",
-            "done-*",
-            "seen-*",
-            "raise-*",
-            "slow-*",
-            "logged.jsonl",
-            "step",
-            "hurry",
-            "stdout.txt",
-            "stderr.txt",
-        ):
-            for path in self._folder.glob(pattern):
-                aside.mkdir(exist_ok=True)
-                path.rename(aside / path.name)
+        for path in [path for path in self._folder.iterdir() if path.is_file()]:
+            aside.mkdir(exist_ok=True)
+            path.rename(aside / path.name)
         self._launch += 1
         if self._launch > 1:
             self.done.append("launched again")

@@ -80,6 +80,15 @@ def test_sigterm_without_checkpoints_exits_with_143(train: Callable[..., Trainin
     assert run.wait(15) == 143, run.dump()
 
 
+def test_sigterm_to_every_worker_without_checkpoints_exits_with_143(train: Callable[..., TrainingRun]) -> None:
+    run = train(2, *PATIENT, hold_at=1)
+    run.wait_for_step(1)
+    for worker in run.workers():
+        run.kill(worker, signal.SIGTERM)
+    assert run.wait(15) == 143, run.dump()
+    assert "all workers got SIGTERM and stopped at step" in run.output()
+
+
 def test_workers_that_die_while_checkpoints_are_written_cost_no_checkpoint(
     expected: str, train: Callable[..., TrainingRun], tmp_path: Path
 ) -> None:

@@ -1,8 +1,9 @@
 """Trains as people write it, with everything that a fault can disturb: several loops, code between them, an EMA, logged values.
 
 CHAOS_CHECKPOINT: where checkpoints are saved. CHAOS_LOADERS: how many processes load data. CHAOS_SCALER: 1 for a GradScaler that
-overflows every few steps. CHAOS_MACHINES: over how many machines the workers pretend to be spread. The loop is slow until a file
-named hurry appears. raise-<worker>: the worker raises. slow-<worker>: the worker sleeps once.
+overflows every few steps. CHAOS_MACHINES: over how many machines the workers pretend to be spread. CHAOS_DIE_IN: worker 1 is
+killed in step 6, when it has "logged" or "stepped". The loop is slow until a file named hurry appears, and CHAOS_HOLD_AT is a step
+that waits for it. raise-<worker>: the worker raises. slow-<worker>: the worker sleeps once.
 
 It writes pid-<worker>, step (the last one that rank 0 has committed), logged.jsonl (what on_log got),
 seen-<worker>.jsonl (run.logged after each step), open-<worker>.jsonl (how many descriptors are open after each loop), and
@@ -12,6 +13,7 @@ done-<worker>, a digest of each part of its state.
 import gc
 import json
 import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ if machines > 1:
     open_comm.machine_name = lambda: f"machine {int(worker) % machines}"
 checkpoint = os.environ.get("CHAOS_CHECKPOINT")
 loaders = int(os.environ.get("CHAOS_LOADERS", "0"))
+hold_at = int(os.environ.get("CHAOS_HOLD_AT", "-1"))
 
 
 def append(name: str, entry: Any) -> None:
@@ -52,6 +55,13 @@ def obey_files() -> None:
                 raise RuntimeError("asked to")
             time.sleep(0.4)
     time.sleep(0.001 if Path("hurry").exists() else 0.03)
+    while run.step == hold_at and not Path("hurry").exists():
+        time.sleep(0.01)
+
+
+def die_in(place: str) -> None:
+    if worker == "1" and os.environ.get("CHAOS_DIE_IN") == place:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 torch.manual_seed(11)
@@ -69,7 +79,7 @@ run = lockstep.Run(
     log_every=4,
     on_log=lambda step, values: append("logged.jsonl", [step, exact(values)]),
 )
-ema = Average(model)
+ema, is_member = Average(model), False
 run.register("ema", ema)
 for stage, epochs in enumerate((1, 1, 2, 1, 1)):
     for x, y in run.shard(Augmented(), global_batch=BATCH, shuffle=True, epochs=epochs, num_workers=loaders):
@@ -78,10 +88,15 @@ for stage, epochs in enumerate((1, 1, 2, 1, 1)):
         run.log(early=loss)
         scaler.scale(loss).backward()
         run.log(loss=loss)
+        if run.averaged and run.step == 6:
+            die_in("logged")
         scaler.step(opt)
+        if run.committed and run.step == 7:
+            die_in("stepped")
         scaler.update()
         opt.zero_grad()
         if run.committed:
+            is_member = True  # a newcomer passes loops before
             ema.update(model)
             append(f"seen-{worker}.jsonl", [run.step, exact(run.logged)])
         if run.committed and run.is_main:
@@ -91,8 +106,9 @@ for stage, epochs in enumerate((1, 1, 2, 1, 1)):
     sched.step()
     seen = run.evaluate(lambda batch: {"n": len(batch[0]), "x": batch[0].sum()}, Augmented(), global_batch=BATCH)
     assert seen["n"] == SAMPLES
-    gc.collect()  # what a lost worker has left in a traceback is closed when the traceback is collected
-    append(f"open-{worker}.jsonl", [run.step, run.size, len(os.listdir("/proc/self/fd"))])
+    if is_member:
+        gc.collect()  # what a lost worker has left in a traceback is closed when the traceback is collected
+        append(f"open-{worker}.jsonl", [run.step, run.size, len(os.listdir("/proc/self/fd"))])
     if checkpoint and stage != 1:
         run.save()
     if stage == 2:
