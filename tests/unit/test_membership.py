@@ -362,7 +362,7 @@ def test_a_newcomer_prepares_and_is_taken_in_where_the_others_are() -> None:
     assert actions == [Spawn((2,)), Prepare(2, 2)]
     state, _ = play(state, StageEntered(0, 1))
     state, actions = play(state, JoinRequested(2, stage=0))
-    assert actions == [Pass(2, 0)]
+    assert actions == [SkipLoop(2, 0)]
     early, actions = play(state, JoinRequested(2, stage=2))  # it is ahead: the others have not come to that loop
     assert actions == []
     _, actions = play(early, StageEntered(0, 2))
@@ -370,7 +370,7 @@ def test_a_newcomer_prepares_and_is_taken_in_where_the_others_are() -> None:
     state, actions = play(state, JoinRequested(2, stage=1))
     assert actions == [Change((0, 1), 0)]
     _, actions = play(state, StageEntered(0, 2))  # the others enter the next loop before they have left the generation
-    assert actions == [Pass(2, 1)]
+    assert actions == [SkipLoop(2, 1)]
     state, actions = play(state, Ready(0, 0, 3), Ready(1, 0, 3))
     assert actions == [Form(1, (0, 1, 2))]
 
