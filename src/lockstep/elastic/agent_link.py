@@ -69,7 +69,7 @@ class _Prepare:
 
 
 @dataclass(frozen=True)
-class _Pass:
+class _SkipLoop:
     """The agent's answer to a newcomer that waits at loop ``stage``: that loop is over."""
 
     stage: int
@@ -83,7 +83,7 @@ class _Recalled:
     text: str
 
 
-_Answer = Generation | _Prepare | _Pass | _Recalled
+_Answer = Generation | _Prepare | _SkipLoop | _Recalled
 
 
 class AgentLink:
@@ -144,7 +144,7 @@ class AgentLink:
             SystemExit: The agent has dismissed this worker.
         """
         self.send(type="join", stage=stage)
-        answer = self._await(Generation, _Pass)
+        answer = self._await(Generation, _SkipLoop)
         return self._open(answer, committed_steps=-1) if isinstance(answer, Generation) else None
 
     def enter_stage(self, stage: int) -> None:
@@ -198,9 +198,13 @@ class AgentLink:
         self.send(type="leaving")
 
     def send(self, **packet: object) -> None:
-        """Send a packet to the agent. Any thread may call it. If the agent is gone, this worker is about to end too."""
+        """Send a packet to the agent. Any thread may call it. If the agent is gone, this worker is about to end too.
+
+        Blocks while the agent does not read, but not for progress: that packet is dropped, because training must continue.
+        """
+        flags = socket.MSG_DONTWAIT if packet["type"] == "progress" else 0
         try:
-            self._socket.send(json.dumps(packet).encode())
+            self._socket.send(json.dumps(packet).encode(), flags)
         except OSError:
             pass
 
@@ -292,7 +296,7 @@ class AgentLink:
             case "prepare":
                 self._answers.put(_Prepare(packet["size"]))
             case "pass":
-                self._answers.put(_Pass(packet["stage"]))
+                self._answers.put(_SkipLoop(packet["stage"]))
             case "recalled":
                 self._on_part(packet)
 

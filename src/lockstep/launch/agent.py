@@ -24,6 +24,7 @@ from lockstep.launch.idle_times import IdleTimes
 from lockstep.launch.key_value_store import KeyValueStore
 from lockstep.launch.logs import Logs
 from lockstep.launch.nonblocking_output import NonblockingOutput
+from lockstep.launch.own_clock import OwnClock
 from lockstep.launch.recorded_results import RecordedResults
 from lockstep.launch.run_folder import RunFolder
 from lockstep.launch.shutdown import Shutdown
@@ -70,6 +71,7 @@ class Agent:
         self._idle_times = IdleTimes()
         self._idle_at = 0.0
         self._run_folder_error_shown = False
+        self._clock = OwnClock()
         self._state, self._first_actions, _ = begin(settings.size, settings.policy)
         self._ranks: dict[int, int] = {id: id for id in range(settings.size)}
         self._pending_spawns: list[tuple[float, tuple[int, ...]]] = []  # (when, workers)
@@ -92,7 +94,10 @@ class Agent:
             self._workers.start_zygote()
             self._perform(self._first_actions)
             while not self._shutdown.has_begun or self._workers.ids:
-                for key, _ in self._selector.select(self._select_timeout_s()):
+                timeout_s = self._select_timeout_s()
+                ready = self._selector.select(timeout_s)
+                self._clock.advance(timeout_s)
+                for key, _ in ready:
                     key.data()
                 self._on_time(time.monotonic())
             if self._shutdown.signal is not None:
@@ -130,8 +135,8 @@ class Agent:
         self._pending_spawns = [entry for entry in self._pending_spawns if entry not in due]
         for _, ids in due:
             self._spawn(ids)
-        self._workers.kill_hung_zygote(now, self._settings.policy.hang_timeout_s)
-        self._decide(events.Tick(self._measure_idle(now)))
+        self._workers.kill_hung_zygote(self._clock.now(), self._settings.policy.hang_timeout_s)
+        self._decide(events.Tick(self._measure_idle(self._clock.now())))
 
     def _measure_idle(self, now: float) -> tuple[tuple[int, float], ...]:
         """How long each worker has used no CPU time, if membership needs it. Measured once a second, or more often if it must."""
@@ -248,7 +253,7 @@ class Agent:
     # -- decisions, and their actions -------------------------------------------------------------
 
     def _decide(self, event: events.Event) -> str:
-        self._state, actions, why = decide(self._state, event, time.monotonic())
+        self._state, actions, why = decide(self._state, event, self._clock.now())
         if actions or not isinstance(event, events.Tick | events.Committed):
             shown = [{type(action).__name__: dataclasses.asdict(action)} for action in actions]
             self._run_folder.record("event", event={type(event).__name__: dataclasses.asdict(event)}, actions=shown, why=why)
