@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -101,6 +102,44 @@ def test_killed_all_at_once_a_run_goes_on_from_its_checkpoint(
     second = Started(tmp_path / "second", place, after, RESUME_LOADERS=loaders)
     assert second.result() == expected
     assert re.search(rf"resumed at step \d+ from .* by {before} workers?; {after} now", second.output), second.output
+    assert re.search(r"was locked by process \d+ on .*, which has ended without releasing it", second.output), second.output
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_second_run_in_the_same_place_is_refused(workers: int, expected: str, tmp_path: Path) -> None:
+    place = tmp_path / "place"
+    first = Started(tmp_path / "first", place, workers, "--hang-timeout", "60", RESUME_PAUSE_AT="11")
+    first.until_step(11)
+    owner = json.loads((place / "lock.json").read_text())
+    second = Started(tmp_path / "second", place, workers)
+    assert second.wait() == 1
+    named = f"process {owner['pid']} on {owner['host']} (run {owner['run']}, since {owner['since']})"
+    assert f"UsageError: the checkpoint place {place} is in use by another run: {named}" in second.output, second.output
+    assert owner["pid"] == int((first.folder / "pid-0").read_text())
+    assert second.step() == 0
+    (first.folder / "continue").touch()
+    assert first.result() == expected
+    assert not (place / "lock.json").exists()
+
+
+def test_a_run_that_stood_still_and_lost_its_place_does_not_save(expected: str, tmp_path: Path) -> None:
+    """It is stopped, another run takes over, and it continues: both reach the same bits, one of them saves."""
+    place = tmp_path / "place"
+    first = Started(tmp_path / "first", place, 0)
+    first.until_step(11)
+    first.process.send_signal(signal.SIGSTOP)
+    try:
+        lock = json.loads((place / "lock.json").read_text())
+        (place / "lock.json").write_text(json.dumps({**lock, "beat_at_s": lock["beat_at_s"] - 60}))  # as if a minute had passed
+        second = Started(tmp_path / "second", place, 0, RESUME_EVERY="1 steps")
+        second.until_step(20)
+        assert f"was locked by process {first.process.pid} on" in second.output
+    finally:
+        first.process.send_signal(signal.SIGCONT)
+    assert second.result() == expected
+    assert first.result() == expected
+    assert "was not written: rank 0: OSError: " in first.output, first.output
+    assert saved_steps(place)[0] == 60
 
 
 @pytest.mark.parametrize("workers", [0, 3])

@@ -1,4 +1,4 @@
-"""Trains a small CNN with checkpoints. argv: the repository, the folder. RESUME_* set loaders, every, keep, and a bit to flip."""
+"""Trains a small CNN with checkpoints. argv: the repository, the folder. RESUME_* set loaders, every, keep, a flipped bit, a pause."""
 
 import os
 import sys
@@ -17,6 +17,7 @@ folder = sys.argv[2]
 worker = os.environ.get("LOCKSTEP_WORKER", "0")
 notes = Path(os.environ["RESUME_NOTES"])
 (notes / f"pid-{worker}").write_text(str(os.getpid()))
+pauses = int(os.environ.get("RESUME_PAUSE_AT", "-1"))
 flips = int(os.environ.get("RESUME_FLIP_AT", "-1"))
 torch.manual_seed(11)
 model = CNN()
@@ -46,6 +47,8 @@ for x, y in run.shard(Augmented(), global_batch=16, shuffle=True, epochs=12, num
         bits[5] ^= 1 << 11
     if run.committed and run.is_main:
         (notes / "step").write_text(str(run.step))
+    while run.committed and run.step == pauses and not (notes / "continue").exists():
+        time.sleep(0.01)
 state = {"model": model.state_dict(), "opt": opt.state_dict(), "sched": sched.state_dict()}
 (notes / f"done-{worker}").write_text(f"{run.step} {digest(*flatten(state, 'state')).hex()}")
 run.close()
