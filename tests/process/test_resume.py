@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -36,6 +37,48 @@ def test_a_run_whose_workers_are_all_killed_resumes_from_its_checkpoint(
     second = train(after, *PATIENT, folder="second", checkpoint=checkpoints, loaders=loaders)
     assert second.result() == expected
     assert re.search(rf"resumed at step \d+ from .* by {before} workers?; {after} now", second.output()), second.dump()
+    assert re.search(r"was locked by process \d+ on .*, which has ended without releasing it", second.output()), second.dump()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_second_run_in_the_same_place_is_refused(
+    workers: int, expected: str, train: Callable[..., TrainingRun], tmp_path: Path
+) -> None:
+    place = tmp_path / "checkpoints"
+    first = train(workers, *PATIENT, folder="first", checkpoint=place, hold_at=11)
+    first.wait_for_step(11)
+    owner = json.loads((place / "lock.json").read_text())
+    second = train(workers, *PATIENT, folder="second", checkpoint=place)
+    assert second.wait() == 1
+    named = f"process {owner['pid']} on {owner['host']} (run {owner['run']}, since {owner['since']})"
+    assert f"UsageError: the checkpoint place {place} is in use by another run: {named}" in second.output(), second.dump()
+    assert second.step() == 0
+    first.hurry()
+    assert first.result() == expected
+    assert not (place / "lock.json").exists()
+
+
+def test_a_run_that_stood_still_and_lost_its_place_does_not_save(
+    expected: str, train: Callable[..., TrainingRun], tmp_path: Path
+) -> None:
+    """The first run is stopped, a second run takes the place over, and the first continues: both reach the same bits, one saves."""
+    place = tmp_path / "checkpoints"
+    first = train(0, folder="first", checkpoint=place, hold_at=11)
+    first.wait_for_step(11)
+    first.process.send_signal(signal.SIGSTOP)
+    try:
+        lock = json.loads((place / "lock.json").read_text())
+        (place / "lock.json").write_text(json.dumps({**lock, "beat_at_s": lock["beat_at_s"] - 60}))  # as if a minute had passed
+        second = train(0, folder="second", checkpoint=place, every="1 steps")
+        second.wait_for_step(20)
+        assert f"was locked by process {lock['pid']} on" in second.output()
+    finally:
+        first.process.send_signal(signal.SIGCONT)
+    first.hurry()
+    assert second.result() == expected
+    assert first.result() == expected
+    assert "was not written: rank 0: OSError: " in first.output(), first.dump()
+    assert saved_steps(place)[0] == 60
 
 
 @pytest.mark.parametrize("workers", [0, 3])

@@ -171,7 +171,7 @@ class Checkpoints:
     def new_generation(self) -> None:
         """The workers have changed. All workers of the new generation must call it."""
         self.abandon()
-        self._ownership.agree()
+        self._ownership.new_generation()
 
     def close(self) -> None:
         """The run has ended: let other runs use the folder. Does not wait; may be called twice."""

@@ -42,19 +42,26 @@ class Ownership:
         self.identity: RunIdentity | None = None
 
     def agree(self) -> RunIdentity:
-        """Return the identity that a worker knows already, or a new one. All workers must call it.
+        """Return the identity that a worker knows already, or a new one. All workers must call it."""
+        return self._agree()[1]
 
-        If the run is under way, rank 0 begins to hold the lock, in the background: the worker that held it may be gone.
+    def new_generation(self) -> None:
+        """Tell newcomers who they belong to. All workers of a new generation must call it.
+
+        Rank 0 begins to hold the lock, in the background, if the run was under way: the worker that held it may be gone.
         """
-        comm, mine = self._comm(), self.identity
-        proposed = RunIdentity(os.urandom(8).hex(), os.urandom(8).hex(), self._hyperparameters)
-        text = json.dumps([mine is not None, asdict(mine or proposed)]).encode()
-        everyone = [json.loads(each) for each in gather_bytes(comm, text, "the identity of the run")]
-        is_known, values = next((each for each in everyone if each[0]), everyone[0])
-        self.identity = identity = RunIdentity(**values)
-        if is_known and comm.rank == 0 and not self._lock.is_held:
+        is_known, identity = self._agree()
+        if is_known and self._comm().rank == 0 and not self._lock.is_held:
             BackgroundTask(lambda: self._lock.require(identity.launch, identity.run), "lock")
-        return identity
+
+    def _agree(self) -> tuple[bool, RunIdentity]:
+        """Returns also whether a worker knew the identity already."""
+        proposed = RunIdentity(os.urandom(8).hex(), os.urandom(8).hex(), self._hyperparameters)
+        mine = json.dumps([self.identity is not None, asdict(self.identity or proposed)]).encode()
+        everyone = [json.loads(each) for each in gather_bytes(self._comm(), mine, "the identity of the run")]
+        is_known, values = next((each for each in everyone if each[0]), everyone[0])
+        self.identity = RunIdentity(**values)
+        return is_known, self.identity
 
     def acquire(self) -> RunIdentity:
         """Take the lock, before a checkpoint is loaded. All workers must call it. Returns their identity.
