@@ -33,7 +33,7 @@ def _locks() -> Iterator[tuple[int, int]]:
 
 
 @pytest.fixture(autouse=True)
-def _take_turns(request: pytest.FixtureRequest, _locks: tuple[int, int]) -> Iterator[None]:
+def _run_alone_if_exclusive(request: pytest.FixtureRequest, _locks: tuple[int, int]) -> Iterator[None]:
     """Every test shares a lock with the others, and a test marked ``exclusive`` has it alone. In the queue nobody overtakes it."""
     queue, tests = _locks
     fcntl.flock(queue, fcntl.LOCK_EX)

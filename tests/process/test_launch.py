@@ -267,6 +267,17 @@ time.sleep(1000)
     assert not any(map(is_running, [*pids, zygote]))
 
 
+def test_a_terminal_that_is_closed_ends_the_run_as_sigterm_does(launch: Callable[..., LaunchedRun]) -> None:
+    run = launch(
+        f"signal.signal(signal.SIGTERM, lambda *_: (print('saved', rank), sys.exit(0)))\n{PID}\ntime.sleep(1000)", "-n", "2"
+    )
+    pids = run.pids(2)
+    run.process.send_signal(signal.SIGHUP)
+    assert run.wait(30) == 129
+    assert (run.log(0), run.log(1)) == ("saved 0\n", "saved 1\n")
+    assert not any(map(is_running, pids))
+
+
 def test_a_keyboard_interrupt_shows_no_tracebacks(launch: Callable[..., LaunchedRun]) -> None:
     run = launch(PID + "time.sleep(1000)", "-n", "2")
     run.pids(2)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import signal
+import time
 from collections.abc import Callable
 
 import pytest
@@ -42,6 +43,20 @@ def test_survivors_keep_their_processes_and_a_replacement_joins(expected: str, t
     assert len(run.notes("done")) == 3
 
 
+@pytest.mark.exclusive
+def test_survivors_continue_within_a_second_of_a_death(expected: str, train: Callable[..., TrainingRun]) -> None:
+    run = train(3, "--ledger", "--hang-timeout", "30", hold_at=10)
+    run.wait_for_generation()
+    run.wait_for_step(5)
+    killed_at = time.time()
+    run.kill(1)
+    run.wait_for_generation(1)
+    formed_at = next(entry["time"] for entry in run.events() if any(a.get("Form", {}).get("number") == 1 for a in entry["actions"]))
+    assert formed_at - killed_at < 1.0, run.dump()
+    run.hurry()
+    run.require_undisturbed(expected)
+
+
 def test_without_respawn_the_survivors_finish_alone(expected: str, train: Callable[..., TrainingRun]) -> None:
     run = train(2, "--ledger", "--no-respawn", hold_at=10)
     run.wait_for_generation()
@@ -66,6 +81,17 @@ def test_a_stopped_worker_is_named_killed_and_replaced(expected: str, train: Cal
     assert re.search(rf"worker 2 \(rank 2, pid \d+\) hangs and is killed: {reason}", run.output()), run.dump()
     assert re.search(r"worker 2 \(pid \d+\) hung and was killed; 2 workers continue, generation 1", run.output()), run.dump()
     assert "stack.txt" in run.output()
+
+
+def test_the_stack_of_a_worker_that_hangs_says_where(expected: str, train: Callable[..., TrainingRun]) -> None:
+    run = train(3, "--ledger", hold_at=10)
+    run.wait_for_generation()
+    (run.folder / "hang-1").touch()
+    run.wait_for_generation(2)
+    run.hurry()
+    run.require_undisturbed(expected)
+    stack = (run.run_dir / "workers" / "1" / "stack.txt").read_text()
+    assert re.search(r'train.py", line \d+ in obey_files', stack), stack
 
 
 def test_a_worker_stopped_before_it_joins_is_killed_after_the_hang_timeout(

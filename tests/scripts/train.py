@@ -6,7 +6,7 @@ TRAIN_PACE_S: every micro-batch sleeps this many seconds.
 TRAIN_HOLD_AT: from this step on every micro-batch sleeps 0.1 s until there is a file named hurry: a test has time to act.
 TRAIN_FLIP_AT: after this step one bit of worker 1's parameters is flipped.
 TRAIN_DIE_IN: worker 1 is killed at this point of a step, see die_in.
-raise-<worker>: the worker raises. slow-<worker>: the worker sleeps once.
+raise-<worker>: the worker raises. slow-<worker>: the worker sleeps once. hang-<worker>: the worker sleeps for ever.
 It writes pid-<worker>, step (the last one that rank 0 has committed), died-in-<point>, and done-<worker>, the digest of its state.
 """
 
@@ -63,12 +63,14 @@ def count(batch: list[torch.Tensor]) -> dict[str, int]:
 
 
 def obey_files() -> None:
-    """Raise or be slow if a file asks for it."""
+    """Raise, be slow or hang if a file asks for it."""
     if Path(f"raise-{worker}").exists():
         raise RuntimeError("asked to")
     if Path(f"slow-{worker}").exists():
         Path(f"slow-{worker}").unlink()
         time.sleep(0.4)
+    while Path(f"hang-{worker}").exists():
+        time.sleep(0.05)
     time.sleep(0.1 if run.step >= hold_at and not Path("hurry").exists() else pace_s)
 
 
