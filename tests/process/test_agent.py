@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import re
@@ -14,7 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.process.test_launch import Launch, children, command, is_running, until
+from lockstep.observe.ledger import read
+from tests.launch import LaunchedRun, is_running
+from tests.waiting import wait_until
 
 TRAIN = """
 import os, signal, sys, time
@@ -23,7 +26,7 @@ import torch
 import lockstep
 worker = int(os.environ["LOCKSTEP_WORKER"])
 def note(name, text=""):
-    Path(f".{name}-{worker}").write_text(f"{text or os.getpid()}")
+    Path(f".{name}-{worker}").write_text(f"{text or os.getpid()}\\n")
     Path(f".{name}-{worker}").rename(f"{name}-{worker}")
 note("pid")
 torch.manual_seed(0)
@@ -49,83 +52,89 @@ def script(in_step: str = "pass", at_end: str = "", epochs: int = 15) -> str:
     return TRAIN.replace("IN_STEP", in_step).replace("AT_END", at_end).replace("EPOCHS", str(epochs))
 
 
-@pytest.fixture
-def launch(tmp_path: Path) -> Iterator[Callable[..., Launch]]:
-    started: list[Launch] = []
-
-    def start(text: str, *options: str) -> Launch:
-        (tmp_path / "script.py").write_text(text)
-        started.append(Launch(tmp_path, *options, "script.py", env={"OMP_NUM_THREADS": "1"}))
-        return started[-1]
-
-    yield start
-    for each in started:
-        if each.process.poll() is None:
-            each.process.kill()
-            each.process.wait()
-
-
-def noted(run: Launch, name: str) -> dict[int, int]:
+def noted(run: LaunchedRun, name: str) -> dict[int, int]:
     """worker -> the number that it noted."""
-    return {int(path.name.partition("-")[2]): int(path.read_text()) for path in run.folder.glob(f"{name}-*")}
+    return {int(worker): int(text) for worker, text in run.notes(name).items()}
 
 
-def await_step(run: Launch, worker: int, step: int = 3) -> None:
-    until(lambda: noted(run, "step").get(worker, -1) >= step or run.process.poll() is not None)
-    assert run.process.poll() is None, run.stderr()
+def await_step(run: LaunchedRun, worker: int, step: int = 3) -> None:
+    run.wait_until(lambda: noted(run, "step").get(worker, -1) >= step, f"worker {worker} has committed step {step}")
 
 
-def scale(run: Launch, size: int) -> str:
-    done = subprocess.run([sys.executable, "-m", "lockstep", "scale", str(run.run_dir), str(size)], capture_output=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.decode()
-
-
-def weights(run: Launch) -> set[str]:
-    return {path.read_text() for path in run.folder.glob("weights-*")}
+def weights(run: LaunchedRun) -> set[str]:
+    return set(run.notes("weights").values())
 
 
 # -- the run folder -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("comm", ["shm", "gloo"])
-def test_a_run_folder_that_is_removed_does_not_disturb_training_or_recovery(launch: Callable[..., Launch], comm: str) -> None:
+def test_a_run_folder_that_is_removed_does_not_disturb_training_or_recovery(launch: Callable[..., LaunchedRun], comm: str) -> None:
     run = launch(script().replace("lanes=4", f"lanes=4, comm={comm!r}"), "-n", "3", "--ledger")
     await_step(run, 1)
     shutil.rmtree(run.run_dir)
-    os.kill(noted(run, "pid")[1], signal.SIGKILL)
+    run.kill(1)
     await_step(run, 3)  # the replacement
     assert run.wait() == 0, run.stderr()
     assert len(weights(run)) == 1
     assert "generation 2" in run.stderr()
 
 
-def test_a_lock_in_the_run_folder_holds_nobody_up(launch: Callable[..., Launch]) -> None:
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 256 KB."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    if (
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k,mode=0700", "tmpfs", str(path)], capture_output=True).returncode
+        != 0
+    ):
+        pytest.skip("only root can mount a small file system")
+    yield path
+    subprocess.run(["umount", "-l", str(path)], check=True, timeout=10)
+
+
+def test_a_full_disk_below_the_run_folder_does_not_disturb_training_or_recovery(
+    launch: Callable[..., LaunchedRun], small_disk: Path
+) -> None:
+    run = launch(script(), "-n", "3", "--ledger", "--run-dir", str(small_disk / "run"))
+    await_step(run, 1)
+    with (small_disk / "big").open("wb", buffering=0) as big, contextlib.suppress(OSError):
+        while True:
+            big.write(bytes(4096))
+    run.kill(1)
+    await_step(run, 3)  # the replacement
+    assert run.wait() == 0, run.stderr()
+    assert len(weights(run)) == 1
+    assert "cannot be written (No space left on device)" in run.stderr()
+    assert all(isinstance(line, dict) for line in read(small_disk / "run" / "ledger"))
+
+
+def test_a_lock_in_the_run_folder_holds_nobody_up(launch: Callable[..., LaunchedRun]) -> None:
     """As a worker did that was stopped while it wrote to the file in which the workers of a generation met."""
     run = launch(script(epochs=40), "-n", "3", "--hang-timeout", "2")
     await_step(run, 1)
     with (run.run_dir / "store-1").open("w") as first, (run.run_dir / "store-2").open("w") as second:
         fcntl.flock(first, fcntl.LOCK_EX)
         fcntl.flock(second, fcntl.LOCK_EX)
-        os.kill(noted(run, "pid")[1], signal.SIGKILL)
+        run.kill(1)
         assert run.wait() == 0, run.stderr()
     assert "hangs" not in run.stderr()
     assert len(weights(run)) == 1
 
 
-def test_a_worker_that_is_stopped_during_a_recovery_is_killed(launch: Callable[..., Launch]) -> None:
+def test_a_worker_that_is_stopped_during_a_recovery_is_killed(launch: Callable[..., LaunchedRun]) -> None:
     run = launch(script(epochs=40), "-n", "3", "--hang-timeout", "2")
     for id in (0, 1, 2):
         await_step(run, id)
-    pids = noted(run, "pid")
-    os.kill(pids[1], signal.SIGKILL)
-    os.kill(pids[2], signal.SIGSTOP)
+    run.kill(1)
+    run.kill(2, signal.SIGSTOP)
     assert run.wait() == 0, run.stderr()
     assert re.search(r"worker 2 \(rank \d, pid \d+\) hangs and is killed: .*--hang-timeout raises the limit", run.stderr())
     assert len(weights(run)) == 1
 
 
-def test_two_runs_in_one_folder_are_refused_and_a_dead_run_frees_it(launch: Callable[..., Launch]) -> None:
+def test_two_runs_in_one_folder_are_refused_and_a_dead_run_frees_it(launch: Callable[..., LaunchedRun]) -> None:
     run = launch(script(epochs=100), "-n", "1")
     await_step(run, 0)
     (run.run_dir / "agent.sock").unlink()  # as a cleaner of temporary folders does
@@ -154,19 +163,19 @@ def test_a_run_folder_whose_name_is_not_utf8_is_refused_with_a_sentence(tmp_path
 # -- the hang timeout ---------------------------------------------------------------------------
 
 
-def test_a_member_that_stands_still_while_a_newcomer_waits_is_killed(launch: Callable[..., Launch]) -> None:
+def test_a_member_that_stands_still_while_a_newcomer_waits_is_killed(launch: Callable[..., LaunchedRun]) -> None:
     """It has left its last collective: no other member waits for it in one."""
     still = "if worker == 1 and run._workers.link.wants_change: os.kill(os.getpid(), signal.SIGSTOP)"
     run = launch(script(still, epochs=60), "-n", "2", "--hang-timeout", "2")
     await_step(run, 1)
-    assert "1 more is starting" in scale(run, 3)
+    run.scale(3)
     assert run.wait() == 0, run.stderr()
     assert re.search(r"worker 1 \(rank 1, pid \d+\) hangs and is killed: .*committed steps\. --hang-timeout raises", run.stderr())
     assert len(weights(run)) == 1
 
 
 @pytest.mark.parametrize("where", ["before the end", "at exit"])
-def test_a_worker_that_hangs_after_the_last_loop_is_killed_and_the_run_fails(launch: Callable[..., Launch], where: str) -> None:
+def test_a_worker_that_hangs_after_the_last_loop_is_killed(launch: Callable[..., LaunchedRun], where: str) -> None:
     hang = "os.kill(os.getpid(), signal.SIGSTOP)"
     end = (
         f"if worker == 1: {hang}"
@@ -180,36 +189,52 @@ def test_a_worker_that_hangs_after_the_last_loop_is_killed_and_the_run_fails(lau
     assert "--hang-timeout raises the limit" in run.stderr()
 
 
-def test_a_worker_that_works_after_the_last_loop_is_left_alone(launch: Callable[..., Launch]) -> None:
+def test_a_worker_that_works_after_the_last_loop_is_left_alone(launch: Callable[..., LaunchedRun]) -> None:
     work = "end = time.monotonic() + 4\nwhile worker == 1 and time.monotonic() < end: pass\nprint('done', worker)"
     run = launch(script(at_end=work, epochs=3), "-n", "2", "--hang-timeout", "1")
     assert run.wait() == 0, run.stderr()
     assert "done 1" in run.log(1)
 
 
-def test_a_zygote_that_hangs_is_replaced(launch: Callable[..., Launch]) -> None:
+def test_a_zygote_that_hangs_is_replaced(launch: Callable[..., LaunchedRun]) -> None:
     run = launch(script(epochs=150), "-n", "2", "--hang-timeout", "2")
     await_step(run, 1)
-    known = set(noted(run, "pid").values())
-    (zygote,) = [pid for pid in children(run.process.pid) if b"lockstep.launch.zygote" in command(pid) and pid not in known]
+    zygote = run.zygote()
     os.kill(zygote, signal.SIGSTOP)
-    os.kill(noted(run, "pid")[1], signal.SIGKILL)
+    run.kill(1)
     await_step(run, 2)
     assert f"the process that starts workers (pid {zygote}) hangs and is killed" in run.stderr()
     run.process.send_signal(signal.SIGINT)
     run.wait()
 
 
+def test_an_agent_that_is_stopped_for_longer_than_the_hang_timeout_kills_nobody(launch: Callable[..., LaunchedRun]) -> None:
+    run = launch(script(epochs=100), "-n", "2", "--hang-timeout", "1")
+    await_step(run, 1)
+    run.process.send_signal(signal.SIGSTOP)
+    before = noted(run, "step")[1]
+    try:
+        await_step(run, 1, before + 150)  # the workers train on: at least 1.5 s
+        run.kill(1)
+    finally:
+        run.process.send_signal(signal.SIGCONT)
+    await_step(run, 2)
+    assert run.wait() == 0, run.stderr()
+    assert "hangs" not in run.stderr()
+    assert len(weights(run)) == 1
+
+
 # -- exit codes ---------------------------------------------------------------------------------
 
 
-def test_workers_killed_after_sigterm_in_mid_step_are_no_success(launch: Callable[..., Launch]) -> None:
+def test_workers_killed_after_sigterm_in_mid_step_are_no_success(launch: Callable[..., LaunchedRun]) -> None:
     stand_still = "if run.step == 5: time.sleep(60)"
     run = launch(script(stand_still), "-n", "2")
-    until(lambda: [noted(run, "step").get(id) for id in (0, 1)] == [5, 5])
+    run.wait_until(lambda: noted(run, "step") == {0: 5, 1: 5}, "both stand still in step 5")
     for pid in noted(run, "pid").values():
         os.kill(pid, signal.SIGTERM)
-    until(lambda: (run.run_dir / "events.jsonl").read_text().count('"LeaveRequested"') == 2)
+    leaving = lambda: [entry for entry in run.events() if "LeaveRequested" in entry["event"]]  # noqa: E731
+    run.wait_until(lambda: len(leaving()) == 2, "the agent knows that both want to leave")
     for pid in noted(run, "pid").values():
         os.kill(pid, signal.SIGKILL)
     assert run.wait() == 128 + signal.SIGKILL
@@ -217,8 +242,8 @@ def test_workers_killed_after_sigterm_in_mid_step_are_no_success(launch: Callabl
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_worker_that_dies_behind_the_last_loop_is_no_success(launch: Callable[..., Launch], victim: int) -> None:
-    end = f"if worker == {victim}:\n    until = Path('weights-{1 - victim}')\n    while not until.exists(): time.sleep(0.01)\n"
+def test_a_worker_that_dies_behind_the_last_loop_is_no_success(launch: Callable[..., LaunchedRun], victim: int) -> None:
+    end = f"if worker == {victim}:\n    other = Path('weights-{1 - victim}')\n    while not other.exists(): time.sleep(0.01)\n"
     end += "    os.kill(os.getpid(), signal.SIGKILL)\nPath(f'saved-{worker}').touch()"
     run = launch(script(at_end=end, epochs=3), "-n", "2")
     assert run.wait() == 128 + signal.SIGKILL, run.stderr()
@@ -226,17 +251,17 @@ def test_a_worker_that_dies_behind_the_last_loop_is_no_success(launch: Callable[
     assert "behind its last loop was not completed" in run.stderr()
 
 
-def test_the_same_error_from_two_workers_ends_the_run_with_it(launch: Callable[..., Launch]) -> None:
+def test_the_same_error_from_two_workers_ends_the_run_with_it(launch: Callable[..., LaunchedRun]) -> None:
     """It fails on every rank but 0, in whatever step: it is not a fault, but a bug of the script."""
     run = launch(script("if run.rank > 0: raise ValueError(f'bug on rank {run.rank} in step {run.step}')", epochs=200), "-n", "2")
     assert run.wait() == 1, run.stderr()
     assert re.search(r"the script raised at .*script\.py:\d+ on more than one worker: ValueError: bug on rank 1", run.stderr())
 
 
-def test_respawns_that_are_used_up_are_reported_at_once_and_at_the_end(launch: Callable[..., Launch]) -> None:
+def test_respawns_that_are_used_up_are_reported_at_once_and_at_the_end(launch: Callable[..., LaunchedRun]) -> None:
     run = launch(script(epochs=30), "-n", "2", "--max-respawns", "0")
     await_step(run, 1)
-    os.kill(noted(run, "pid")[1], signal.SIGKILL)
+    run.kill(1)
     assert run.wait() == 0, run.stderr()
     lines = [line for line in run.stderr().splitlines() if "worker 1 is not replaced: --max-respawns allows 0" in line]
     assert len(lines) == 2
@@ -246,30 +271,31 @@ def test_respawns_that_are_used_up_are_reported_at_once_and_at_the_end(launch: C
 # -- newcomers ----------------------------------------------------------------------------------
 
 
-def test_a_run_that_was_scaled_down_can_be_scaled_up_and_replaces_dead_workers(launch: Callable[..., Launch]) -> None:
+def test_a_run_that_was_scaled_down_can_be_scaled_up_and_replaces_dead_workers(launch: Callable[..., LaunchedRun]) -> None:
     run = launch(script("if worker > 1 and not Path('go').exists(): time.sleep(0.05)", epochs=400), "-n", "2")
     await_step(run, 1)
-    scale(run, 1)
-    until(lambda: not is_running(noted(run, "pid")[1]))
-    scale(run, 2)
+    run.scale(1)
+    run.wait_until(lambda: not is_running(noted(run, "pid")[1]), "worker 1 has left")
+    run.scale(2)
     await_step(run, 2)
-    os.kill(noted(run, "pid")[2], signal.SIGKILL)
+    run.kill(2)
     await_step(run, 3)
-    os.kill(noted(run, "pid")[3], signal.SIGTERM)  # leaves
-    until(lambda: not is_running(noted(run, "pid")[3]))
-    scale(run, 2)
+    run.kill(3, signal.SIGTERM)  # leaves
+    run.wait_until(lambda: not is_running(noted(run, "pid")[3]), "worker 3 has left")
+    run.scale(2)
     await_step(run, 4)
-    os.kill(noted(run, "pid")[0], signal.SIGKILL)
+    run.kill(0)
     await_step(run, 5)
     run.process.send_signal(signal.SIGINT)
     run.wait()
 
 
-def test_slow_set_up_of_a_newcomer_is_not_taken_for_a_hang(launch: Callable[..., Launch]) -> None:
-    slow = script(epochs=300).replace("torch.manual_seed(0)", "torch.manual_seed(0)\nif worker > 1: time.sleep(3)")
+@pytest.mark.parametrize("before", ["torch.manual_seed(0)", "data = torch"], ids=["before Run", "between Run and the loop"])
+def test_slow_set_up_of_a_newcomer_is_not_taken_for_a_hang(launch: Callable[..., LaunchedRun], before: str) -> None:
+    slow = script(epochs=300).replace(before, f"if worker > 1: time.sleep(3)\n{before}")
     run = launch(slow, "-n", "2", "--hang-timeout", "1")
     await_step(run, 1)
-    os.kill(noted(run, "pid")[1], signal.SIGKILL)
+    run.kill(1)
     await_step(run, 2)
     assert "hangs" not in run.stderr()
     assert set(noted(run, "pid")) == {0, 1, 2}
@@ -280,7 +306,7 @@ def test_slow_set_up_of_a_newcomer_is_not_taken_for_a_hang(launch: Callable[...,
 # -- processes ----------------------------------------------------------------------------------
 
 
-def test_kill_9_of_the_agent_ends_loader_processes_inside_a_long_getitem(launch: Callable[..., Launch]) -> None:
+def test_kill_9_of_the_agent_ends_loader_processes_inside_a_long_getitem(launch: Callable[..., LaunchedRun]) -> None:
     dataset = """
 class Slow(torch.utils.data.Dataset):
     def __len__(self): return 16
@@ -296,10 +322,10 @@ data = Slow()
     run = launch(slow, "-n", "2")
     await_step(run, 1)
     (run.folder / "sleep").touch()
-    until(lambda: len(list(run.folder.glob("asleep-*"))) == 2)
+    run.wait_until(lambda: len(list(run.folder.glob("asleep-*"))) == 2, "both loaders are asleep")
     loaders = [int(path.name.partition("-")[2]) for path in run.folder.glob("asleep-*")]
     run.process.kill()
-    until(lambda: not any(is_running(pid) for pid in loaders), 10.0)
+    wait_until(lambda: not any(is_running(pid) for pid in loaders), "the loaders end with the agent", 10.0)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can make a folder of another user")
