@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import re
@@ -9,11 +10,12 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from lockstep.observe.ledger import read
 from tests.launch import LaunchedRun, is_running
 from tests.waiting import wait_until
 
@@ -50,34 +52,17 @@ def script(in_step: str = "pass", at_end: str = "", epochs: int = 15) -> str:
     return TRAIN.replace("IN_STEP", in_step).replace("AT_END", at_end).replace("EPOCHS", str(epochs))
 
 
-@pytest.fixture
-def launch(launch: Callable[..., LaunchedRun]) -> Callable[..., LaunchedRun]:
-    """The fixture of all process tests, with one thread per worker."""
-    return lambda text, *options: launch(text, *options, env={"OMP_NUM_THREADS": "1"})
-
-
-def until(condition: Callable[[], object], deadline_s: float = 60.0) -> None:
-    wait_until(condition, "it has happened", deadline_s)
-
-
 def noted(run: LaunchedRun, name: str) -> dict[int, int]:
     """worker -> the number that it noted."""
-    return {int(path.name.partition("-")[2]): int(path.read_text()) for path in run.folder.glob(f"{name}-*")}
+    return {int(worker): int(text) for worker, text in run.notes(name).items()}
 
 
 def await_step(run: LaunchedRun, worker: int, step: int = 3) -> None:
-    until(lambda: noted(run, "step").get(worker, -1) >= step or run.process.poll() is not None)
-    assert run.process.poll() is None, run.stderr()
-
-
-def scale(run: LaunchedRun, size: int) -> str:
-    done = subprocess.run([sys.executable, "-m", "lockstep", "scale", str(run.run_dir), str(size)], capture_output=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.decode()
+    run.wait_until(lambda: noted(run, "step").get(worker, -1) >= step, f"worker {worker} has committed step {step}")
 
 
 def weights(run: LaunchedRun) -> set[str]:
-    return {path.read_text() for path in run.folder.glob("weights-*")}
+    return set(run.notes("weights").values())
 
 
 # -- the run folder -----------------------------------------------------------------------------
@@ -88,11 +73,41 @@ def test_a_run_folder_that_is_removed_does_not_disturb_training_or_recovery(laun
     run = launch(script().replace("lanes=4", f"lanes=4, comm={comm!r}"), "-n", "3", "--ledger")
     await_step(run, 1)
     shutil.rmtree(run.run_dir)
-    os.kill(noted(run, "pid")[1], signal.SIGKILL)
+    run.kill(1)
     await_step(run, 3)  # the replacement
     assert run.wait() == 0, run.stderr()
     assert len(weights(run)) == 1
     assert "generation 2" in run.stderr()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 256 KB."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    if (
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k,mode=0700", "tmpfs", str(path)], capture_output=True).returncode
+        != 0
+    ):
+        pytest.skip("only root can mount a small file system")
+    yield path
+    subprocess.run(["umount", "-l", str(path)], check=True, timeout=10)
+
+
+def test_a_full_disk_below_the_run_folder_does_not_disturb_training_or_recovery(
+    launch: Callable[..., LaunchedRun], small_disk: Path
+) -> None:
+    run = launch(script(), "-n", "3", "--ledger", "--run-dir", str(small_disk / "run"))
+    await_step(run, 1)
+    with (small_disk / "big").open("wb", buffering=0) as big, contextlib.suppress(OSError):
+        while True:
+            big.write(bytes(4096))
+    run.kill(1)
+    await_step(run, 3)  # the replacement
+    assert run.wait() == 0, run.stderr()
+    assert len(weights(run)) == 1
+    assert "cannot be written (No space left on device)" in run.stderr()
+    assert all(isinstance(line, dict) for line in read(small_disk / "run" / "ledger"))
 
 
 def test_a_lock_in_the_run_folder_holds_nobody_up(launch: Callable[..., LaunchedRun]) -> None:
@@ -102,7 +117,7 @@ def test_a_lock_in_the_run_folder_holds_nobody_up(launch: Callable[..., Launched
     with (run.run_dir / "store-1").open("w") as first, (run.run_dir / "store-2").open("w") as second:
         fcntl.flock(first, fcntl.LOCK_EX)
         fcntl.flock(second, fcntl.LOCK_EX)
-        os.kill(noted(run, "pid")[1], signal.SIGKILL)
+        run.kill(1)
         assert run.wait() == 0, run.stderr()
     assert "hangs" not in run.stderr()
     assert len(weights(run)) == 1
@@ -112,9 +127,8 @@ def test_a_worker_that_is_stopped_during_a_recovery_is_killed(launch: Callable[.
     run = launch(script(epochs=40), "-n", "3", "--hang-timeout", "2")
     for id in (0, 1, 2):
         await_step(run, id)
-    pids = noted(run, "pid")
-    os.kill(pids[1], signal.SIGKILL)
-    os.kill(pids[2], signal.SIGSTOP)
+    run.kill(1)
+    run.kill(2, signal.SIGSTOP)
     assert run.wait() == 0, run.stderr()
     assert re.search(r"worker 2 \(rank \d, pid \d+\) hangs and is killed: .*--hang-timeout raises the limit", run.stderr())
     assert len(weights(run)) == 1
@@ -154,16 +168,14 @@ def test_a_member_that_stands_still_while_a_newcomer_waits_is_killed(launch: Cal
     still = "if worker == 1 and run._workers.link.wants_change: os.kill(os.getpid(), signal.SIGSTOP)"
     run = launch(script(still, epochs=60), "-n", "2", "--hang-timeout", "2")
     await_step(run, 1)
-    assert "1 more is starting" in scale(run, 3)
+    run.scale(3)
     assert run.wait() == 0, run.stderr()
     assert re.search(r"worker 1 \(rank 1, pid \d+\) hangs and is killed: .*committed steps\. --hang-timeout raises", run.stderr())
     assert len(weights(run)) == 1
 
 
 @pytest.mark.parametrize("where", ["before the end", "at exit"])
-def test_a_worker_that_hangs_after_the_last_loop_is_killed_and_the_run_fails(
-    launch: Callable[..., LaunchedRun], where: str
-) -> None:
+def test_a_worker_that_hangs_after_the_last_loop_is_killed(launch: Callable[..., LaunchedRun], where: str) -> None:
     hang = "os.kill(os.getpid(), signal.SIGSTOP)"
     end = (
         f"if worker == 1: {hang}"
@@ -189,11 +201,27 @@ def test_a_zygote_that_hangs_is_replaced(launch: Callable[..., LaunchedRun]) -> 
     await_step(run, 1)
     zygote = run.zygote()
     os.kill(zygote, signal.SIGSTOP)
-    os.kill(noted(run, "pid")[1], signal.SIGKILL)
+    run.kill(1)
     await_step(run, 2)
     assert f"the process that starts workers (pid {zygote}) hangs and is killed" in run.stderr()
     run.process.send_signal(signal.SIGINT)
     run.wait()
+
+
+def test_an_agent_that_is_stopped_for_longer_than_the_hang_timeout_kills_nobody(launch: Callable[..., LaunchedRun]) -> None:
+    run = launch(script(epochs=100), "-n", "2", "--hang-timeout", "1")
+    await_step(run, 1)
+    run.process.send_signal(signal.SIGSTOP)
+    before = noted(run, "step")[1]
+    try:
+        await_step(run, 1, before + 150)  # the workers train on: at least 1.5 s
+        run.kill(1)
+    finally:
+        run.process.send_signal(signal.SIGCONT)
+    await_step(run, 2)
+    assert run.wait() == 0, run.stderr()
+    assert "hangs" not in run.stderr()
+    assert len(weights(run)) == 1
 
 
 # -- exit codes ---------------------------------------------------------------------------------
@@ -202,10 +230,11 @@ def test_a_zygote_that_hangs_is_replaced(launch: Callable[..., LaunchedRun]) -> 
 def test_workers_killed_after_sigterm_in_mid_step_are_no_success(launch: Callable[..., LaunchedRun]) -> None:
     stand_still = "if run.step == 5: time.sleep(60)"
     run = launch(script(stand_still), "-n", "2")
-    until(lambda: [noted(run, "step").get(id) for id in (0, 1)] == [5, 5])
+    run.wait_until(lambda: noted(run, "step") == {0: 5, 1: 5}, "both stand still in step 5")
     for pid in noted(run, "pid").values():
         os.kill(pid, signal.SIGTERM)
-    until(lambda: (run.run_dir / "events.jsonl").read_text().count('"LeaveRequested"') == 2)
+    leaving = lambda: [entry for entry in run.events() if "LeaveRequested" in entry["event"]]  # noqa: E731
+    run.wait_until(lambda: len(leaving()) == 2, "the agent knows that both want to leave")
     for pid in noted(run, "pid").values():
         os.kill(pid, signal.SIGKILL)
     assert run.wait() == 128 + signal.SIGKILL
@@ -214,7 +243,7 @@ def test_workers_killed_after_sigterm_in_mid_step_are_no_success(launch: Callabl
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_worker_that_dies_behind_the_last_loop_is_no_success(launch: Callable[..., LaunchedRun], victim: int) -> None:
-    end = f"if worker == {victim}:\n    until = Path('weights-{1 - victim}')\n    while not until.exists(): time.sleep(0.01)\n"
+    end = f"if worker == {victim}:\n    other = Path('weights-{1 - victim}')\n    while not other.exists(): time.sleep(0.01)\n"
     end += "    os.kill(os.getpid(), signal.SIGKILL)\nPath(f'saved-{worker}').touch()"
     run = launch(script(at_end=end, epochs=3), "-n", "2")
     assert run.wait() == 128 + signal.SIGKILL, run.stderr()
@@ -232,7 +261,7 @@ def test_the_same_error_from_two_workers_ends_the_run_with_it(launch: Callable[.
 def test_respawns_that_are_used_up_are_reported_at_once_and_at_the_end(launch: Callable[..., LaunchedRun]) -> None:
     run = launch(script(epochs=30), "-n", "2", "--max-respawns", "0")
     await_step(run, 1)
-    os.kill(noted(run, "pid")[1], signal.SIGKILL)
+    run.kill(1)
     assert run.wait() == 0, run.stderr()
     lines = [line for line in run.stderr().splitlines() if "worker 1 is not replaced: --max-respawns allows 0" in line]
     assert len(lines) == 2
@@ -245,27 +274,28 @@ def test_respawns_that_are_used_up_are_reported_at_once_and_at_the_end(launch: C
 def test_a_run_that_was_scaled_down_can_be_scaled_up_and_replaces_dead_workers(launch: Callable[..., LaunchedRun]) -> None:
     run = launch(script("if worker > 1 and not Path('go').exists(): time.sleep(0.05)", epochs=400), "-n", "2")
     await_step(run, 1)
-    scale(run, 1)
-    until(lambda: not is_running(noted(run, "pid")[1]))
-    scale(run, 2)
+    run.scale(1)
+    run.wait_until(lambda: not is_running(noted(run, "pid")[1]), "worker 1 has left")
+    run.scale(2)
     await_step(run, 2)
-    os.kill(noted(run, "pid")[2], signal.SIGKILL)
+    run.kill(2)
     await_step(run, 3)
-    os.kill(noted(run, "pid")[3], signal.SIGTERM)  # leaves
-    until(lambda: not is_running(noted(run, "pid")[3]))
-    scale(run, 2)
+    run.kill(3, signal.SIGTERM)  # leaves
+    run.wait_until(lambda: not is_running(noted(run, "pid")[3]), "worker 3 has left")
+    run.scale(2)
     await_step(run, 4)
-    os.kill(noted(run, "pid")[0], signal.SIGKILL)
+    run.kill(0)
     await_step(run, 5)
     run.process.send_signal(signal.SIGINT)
     run.wait()
 
 
-def test_slow_set_up_of_a_newcomer_is_not_taken_for_a_hang(launch: Callable[..., LaunchedRun]) -> None:
-    slow = script(epochs=300).replace("torch.manual_seed(0)", "torch.manual_seed(0)\nif worker > 1: time.sleep(3)")
+@pytest.mark.parametrize("before", ["torch.manual_seed(0)", "data = torch"], ids=["before Run", "between Run and the loop"])
+def test_slow_set_up_of_a_newcomer_is_not_taken_for_a_hang(launch: Callable[..., LaunchedRun], before: str) -> None:
+    slow = script(epochs=300).replace(before, f"if worker > 1: time.sleep(3)\n{before}")
     run = launch(slow, "-n", "2", "--hang-timeout", "1")
     await_step(run, 1)
-    os.kill(noted(run, "pid")[1], signal.SIGKILL)
+    run.kill(1)
     await_step(run, 2)
     assert "hangs" not in run.stderr()
     assert set(noted(run, "pid")) == {0, 1, 2}
@@ -292,10 +322,10 @@ data = Slow()
     run = launch(slow, "-n", "2")
     await_step(run, 1)
     (run.folder / "sleep").touch()
-    until(lambda: len(list(run.folder.glob("asleep-*"))) == 2)
+    run.wait_until(lambda: len(list(run.folder.glob("asleep-*"))) == 2, "both loaders are asleep")
     loaders = [int(path.name.partition("-")[2]) for path in run.folder.glob("asleep-*")]
     run.process.kill()
-    until(lambda: not any(is_running(pid) for pid in loaders), 10.0)
+    wait_until(lambda: not any(is_running(pid) for pid in loaders), "the loaders end with the agent", 10.0)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can make a folder of another user")
