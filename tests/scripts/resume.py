@@ -1,4 +1,4 @@
-"""Trains a small CNN with checkpoints. argv: the repository, the folder. RESUME_* set loaders, every, keep, a flipped bit, a pause."""
+"""Trains a small CNN with checkpoints. argv: the repository, the folder. RESUME_*: loaders, every, keep, a flipped bit, a pause."""
 
 import os
 import sys
