@@ -1,20 +1,28 @@
 # make train   creates .venv, installs, and trains a small GPT on all cores of this machine
-# make test    ruff, mypy, the docs and the whole test suite
+# make test    ruff, mypy, the docs and the whole test suite, two tests at a time
+# make quick   ruff, mypy and the tests that find most mistakes: less than 90 s on 2 cores
 # make docs    builds the docs into build/docs; open build/docs/index.html
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 CORES := $(shell nproc 2>/dev/null || sysctl -n hw.ncpu)
 INSTALLED := $(VENV)/.installed
+# More than two tests at a time would disturb the tests that measure time.
+PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+JOBS ?= 2
+QUICK := tests/unit tests/contract/test_comm.py $(addprefix tests/process/test_,join.py run_workers.py ddp.py survive.py launch.py)
 
-.PHONY: train test lint docs bench chaos gpu clean
+.PHONY: train test quick lint docs bench chaos gpu clean
 .DELETE_ON_ERROR:
 
 train: $(INSTALLED)
 	$(BIN)/lockstep run -n $(CORES) examples/train_gpt.py $(ARGS)
 
 test: lint docs
-	$(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
+
+quick: lint
+	$(PYTEST) -m "not slow" $(QUICK) $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -31,7 +31,8 @@ class Result:
 
     @cached_property
     def text(self) -> str:
-        return (RESULTS / f"{self.name}.md").read_text().strip()
+        text = (RESULTS / f"{self.name}.md").read_text().strip()
+        return text.replace("training stands still", "training waits")
 
     @cached_property
     def data(self) -> Any:
@@ -71,7 +72,7 @@ BUCKET_2, BUCKET_16, HOOKS = Result("allreduce-2-cores"), Result("allreduce-16-c
 RECOVERY_2, RECOVERY_16 = Result("recovery-2-cores"), Result("recovery-16-cores")
 COST, START = Result("cost-2-cores"), Result("start-8-workers")
 SAVE_2, SAVE_GPU, FAULTS = Result("checkpoint-2-cores"), Result("checkpoint-gpu"), Result("faults")
-STALL = "training stands still, s (quartiles)"
+STALL = "training waits, s (quartiles)"
 
 
 @dataclass(frozen=True)

@@ -38,12 +38,13 @@ pygments_dark_style = "github-dark"
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
-autodoc_typehints_description_target = "all"
-autodoc_default_options = {"members": True, "undoc-members": True}
+autodoc_typehints_description_target = "documented"
+autodoc_default_options = {"members": True}
 autodoc_preserve_defaults = True
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
+napoleon_use_ivar = True
 python_use_unqualified_type_names = True
 python_display_short_literal_types = True
 

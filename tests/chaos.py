@@ -1,159 +1,508 @@
-"""Random fault schedules against real runs of four workers: the weights end with the bits of a run in which nothing happened.
+"""Plays random schedules of faults against real runs. Every run must end with the bits of an undisturbed one, and leave nothing.
 
-make chaos                                    a thousand schedules, and a line about them
-python -m tests.chaos FIRST COUNT [--jobs N]   so many at once: with 16 cores, 6
+make chaos                                     a thousand schedules, and a line about them
+python -m tests.chaos FIRST COUNT [--jobs N]   the schedules FIRST to FIRST + COUNT - 1, N at a time: with 16 cores, 6
+
+A schedule follows from its seed: a variant of tests/scripts/chaos.py (how gradients travel, checkpoints, loader processes, a
+GradScaler) and the faults of each launch. The last fault of a launch may end the whole run: then the same command is started again.
+When a fault strikes is a matter of time, so a schedule that is played twice is not the same to the microsecond.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from typing import Any
 
+from lockstep.launch import packets
+from lockstep.launch.run_folder import connect
 from lockstep.observe.ledger import audit, read
+from tests.fork_server import ROOT
 from tests.lane_jobs import SAMPLES
+from tests.launch import LaunchedRun, children_of, is_running
 
-HERE = Path(__file__).parents[1]
-SCRIPT = HERE / "tests" / "scripts" / "survive.py"
-WORKERS, HANG_S = 4, 1.0
-EPOCHS = 12  # of the script
+SCRIPT = ROOT / "tests" / "scripts" / "chaos.py"
+STEPS, EPOCHS = 30, 6  # of the script
+HANG_TIMEOUT_S = 2.0
+DEADLINE_S = 90.0
+KEPT = 3
+"""How many checkpoints the script keeps."""
+
+WORKER_FAULTS = ("kill", "kill newest", "SIGTERM", "stop", "pause", "raise", "slow")
+FAULTS = (
+    *("kill", "kill", "kill", "kill", "kill newest", "SIGTERM", "stop", "pause", "raise", "slow"),
+    *("scale", "scale", "kill zygote", "SIGTERM zygote", "stop zygote", "pause zygote", "pause agent"),
+)
+ENDINGS = ("SIGTERM agent", "SIGTERM agent", "kill agent", "kill all", "SIGTERM all")
+"""Faults that end the whole run."""
+
+
+# -- schedules -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Strikes ``after_steps`` committed steps and ``after_s`` after the fault before it: the steps may take 3 s at most.
+
+    ``pick`` in [0, 1) chooses the worker among those that run, or a number of workers.
+    """
+
+    kind: str
+    after_steps: int
+    after_s: float
+    pick: float
+    lasts_s: float
+
+
+@dataclass(frozen=True)
+class Variant:
+    workers: int
+    comm: str
+    machines: int
+    checkpoints: bool
+    loaders: int
+    scaler: bool
+
+    def __str__(self) -> str:
+        parts = [f"{self.workers} workers", self.comm, *([f"{self.machines} machines"] if self.machines > 1 else [])]
+        named = {"checkpoints": self.checkpoints, "loaders": self.loaders, "scaler": self.scaler}
+        return " ".join([*parts, *(name for name, is_on in named.items() if is_on)])
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """``launches``: the faults of each launch. The last fault of each launch but the last ends the run."""
+
+    seed: int
+    variant: Variant
+    launches: tuple[tuple[Fault, ...], ...]
+    await_workers: int
+    """The first fault strikes when so many workers run their script: sometimes while the others are still starting."""
+    calm_s: float
+    """How long the loop stays slow after the last fault: sometimes replacements join in time, sometimes not."""
+
+
+def draw(seed: int) -> Schedule:
+    """The schedule of a seed. Pure."""
+    random = Random(seed)
+    comm = random.choice(["auto", "auto", "gloo", "twolevel"])
+    variant = Variant(
+        workers=random.randint(2, 4),
+        comm=comm,
+        machines=2 if comm == "twolevel" else 1,
+        checkpoints=random.random() < 0.6,
+        loaders=int(random.random() < 0.3),
+        scaler=random.random() < 0.5,
+    )
+    launches = [list(_draw_faults(random, random.randint(1, 4)))]
+    if random.random() < 0.35:
+        launches[0].append(Fault(random.choice(ENDINGS), random.randint(0, 8), random.uniform(0.0, 0.2), 0.0, 0.0))
+        launches.append(list(_draw_faults(random, random.randint(0, 2))))
+    return Schedule(seed, variant, tuple(map(tuple, launches)), random.randint(1, variant.workers), random.choice([0.0, 0.3, 1.0]))
+
+
+def _draw_faults(random: Random, count: int) -> Iterator[Fault]:
+    kinds = list(FAULTS)
+    for _ in range(count):
+        kind = random.choice(kinds)
+        if kind in ("raise", "stop", "stop zygote"):  # a script that raises twice has a bug; a stop costs the hang timeout
+            kinds = [each for each in kinds if each != kind]
+        after_steps, after_s = random.choice([0, 1, 2, 4, 7]), random.uniform(0.0, 0.2)
+        if random.random() < 0.3:  # at once
+            after_steps, after_s = 0, 0.0
+        yield Fault(kind, after_steps, after_s, random.random(), random.uniform(0.05, 1.0))
+
+
+# -- one schedule --------------------------------------------------------------------------------------
 
 
 class Chaos:
-    """One run of the script under ``lockstep run``, and what is done to its workers."""
+    """One schedule against one run, which may need several launches."""
 
-    def __init__(self, folder: Path, workers: int = WORKERS, *options: str) -> None:
-        self.folder = folder
-        self.output = folder.parent / f"{folder.name}.txt"
-        command = [sys.executable, "-m", "lockstep", "run", "-n", str(workers), "--run-dir", str(folder)]
-        command += ["--hang-timeout", str(HANG_S), *options, str(SCRIPT), str(HERE)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        with self.output.open("wb") as output:
-            self.process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment, cwd=HERE)
+    def __init__(self, folder: Path, schedule: Schedule) -> None:
+        self._folder, self._schedule = folder, schedule
+        self._random = Random(f"{schedule.seed} spared")
+        self._checkpoints, self._temporary = folder / "checkpoints", folder / "temporary"
+        self._temporary.mkdir(parents=True)
+        self._shared_memory = set(os.listdir("/dev/shm"))
+        self._timers: list[threading.Timer] = []
+        self._spared = -1
+        self._struck: set[int] = set()
+        self._launch = 0
+        self.run: LaunchedRun | None = None
+        self.done: list[str] = []
+        """What was done, for people."""
 
-    def workers(self) -> dict[int, int]:
-        """Number -> process id of those that live and are not through."""
-        found = {}
-        for path in self.folder.glob("pid-*"):
-            number = int(path.name.removeprefix("pid-"))
-            with suppress(OSError, ValueError):
-                pid = int(path.read_text())
-                os.kill(pid, 0)
-                if not (self.folder / f"done-{number}").exists():
-                    found[number] = pid
-        return found
-
-    def await_workers(self, count: int, deadline_s: float = 30.0) -> None:
-        end = time.monotonic() + deadline_s
-        while len(self.workers()) < count and self.process.poll() is None:
-            assert time.monotonic() < end, self.output.read_text()
-            time.sleep(0.01)
-
-    def strike(self, fault: str, random: Random, spared: int) -> str:
-        """Do something bad to one worker, but not to ``spared``: where all that hold the state are struck, it is gone."""
-        alive = {number: pid for number, pid in self.workers().items() if number != spared}
-        if not alive:
-            return ""
-        number = random.choice(sorted(alive))
-        with suppress(OSError):
-            if fault == "kill":
-                os.kill(alive[number], signal.SIGKILL)
-            elif fault == "stop":
-                os.kill(alive[number], signal.SIGSTOP)
-            else:
-                (self.folder / f"{fault}-{number}").touch()
-        return f"{fault} {number}"
-
-    def finish(self, deadline_s: float) -> tuple[int, str]:
-        """(exit code, everything printed). A hang is killed and fails."""
+    def play(self, expected: Expected) -> None:
+        """Raises AssertionError if a run hangs, fails, ends with other bits, or leaves something behind."""
+        launches = list(self._schedule.launches)
         try:
-            code = self.process.wait(deadline_s)
+            while True:
+                faults = launches.pop(0) if launches else ()
+                if self._play_launch(faults):
+                    break
+                assert self._launch < 5, "the run does not finish"
+            self._check(expected)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self._dump()}") from None
+        finally:
+            for timer in self._timers:
+                timer.cancel()
+            if self.run is not None:
+                self.run.stop()
+
+    # -- launches ---------------------------------------------------------------------------------
+
+    def _play_launch(self, faults: tuple[Fault, ...]) -> bool:
+        """Start the command, strike, and wait for the end. Returns whether the script has finished; otherwise it must resume."""
+        self._begin_launch()
+        run, schedule = self._running, self._schedule
+        self._spared = self._random.randrange(schedule.variant.workers)
+        self._struck = set()
+        run.wait_until(lambda: len(run.workers()) >= schedule.await_workers, "workers run", may_end=True)
+        for fault in faults:
+            self._wait(fault)
+            self.done.append(f"{self._strike(fault)} at step {self._step()}")
+        time.sleep(schedule.calm_s if faults else 0.0)
+        (self._folder / "hurry").touch()
+        try:
+            code = run.process.wait(DEADLINE_S)
         except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-            raise AssertionError(f"not done after {deadline_s} s:\n{self.output.read_text()}") from None
-        return code, self.output.read_text()
+            raise AssertionError(f"the run is not over after {DEADLINE_S} s") from None
+        self._finish_timers()
+        self._check_leftovers()
+        return self._judge_end(code, faults[-1].kind if faults else "")
 
-    def results(self) -> set[str]:
-        return {path.read_text() for path in self.folder.glob("done-*")}
+    @property
+    def _running(self) -> LaunchedRun:
+        assert self.run is not None
+        return self.run
+
+    def _begin_launch(self) -> None:
+        """What the script of the last launch has written is put aside. The run folder stays: the agent does that itself."""
+        aside = self._folder / f"launch-{self._launch}"
+        for path in [path for path in self._folder.iterdir() if path.is_file()]:
+            aside.mkdir(exist_ok=True)
+            path.rename(aside / path.name)
+        self._launch += 1
+        if self._launch > 1:
+            self.done.append("launched again")
+        self.run = LaunchedRun(
+            SCRIPT,
+            *("--hang-timeout", str(HANG_TIMEOUT_S), "--max-respawns", "50", "--ledger"),
+            folder=self._folder,
+            workers=self._schedule.variant.workers,
+            env=environment(self._schedule.variant, self._checkpoints, self._temporary),
+        )
+
+    # -- faults -----------------------------------------------------------------------------------
+
+    def _wait(self, fault: Fault) -> None:
+        run, begin, end = self._running, self._step(), time.monotonic() + 3.0
+        while self._step() < begin + fault.after_steps and time.monotonic() < end and run.process.poll() is None:
+            time.sleep(0.005)
+        time.sleep(fault.after_s)  # the schedule's own rhythm: nothing is waited for here
+
+    def _step(self) -> int:
+        """The last step that rank 0 has committed in this launch."""
+        note = self._folder / "step"
+        return int(note.read_text() or 0) if note.exists() else 0
+
+    def _strike(self, fault: Fault) -> str:
+        """Returns what was done."""
+        run, kind = self._running, fault.kind
+        alive = run.workers()
+        if kind == "scale":
+            return self._scale(1 + int(fault.pick * 5))
+        if kind.endswith(" all"):
+            for worker, pid in alive.items():
+                self._signal_worker(worker, pid, kind)
+            return f"{kind}: workers {sorted(alive)}"
+        if kind.endswith((" agent", " zygote")):
+            how, _, whom = kind.partition(" ")
+            pids = [run.process.pid] if whom == "agent" else self._zygotes()
+            if run.process.poll() is None and pids:
+                self._signal(pids[0], how, fault.lasts_s)
+            return kind if pids else f"{kind}: none runs"
+        candidates = sorted(worker for worker in alive if worker != self._spared)
+        if not candidates:
+            return f"{kind}: nobody runs"
+        worker = candidates[-1] if kind == "kill newest" else candidates[int(fault.pick * len(candidates))]
+        if kind in ("raise", "slow"):
+            (self._folder / f"{kind}-{worker}").touch()
+            self._struck |= {worker} if kind == "raise" else set()
+        else:
+            self._signal_worker(worker, alive[worker], kind, fault.lasts_s)
+        return f"{kind} {worker}"
+
+    def _signal_worker(self, worker: int, pid: int, kind: str, lasts_s: float = 0.0) -> None:
+        if not kind.startswith("pause"):
+            self._struck.add(worker)
+        self._signal(pid, kind.partition(" ")[0], lasts_s)
+
+    def _signal(self, pid: int, how: str, lasts_s: float) -> None:
+        number = {"kill": signal.SIGKILL, "SIGTERM": signal.SIGTERM}.get(how, signal.SIGSTOP)
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+        if how == "pause":
+            self._timers.append(threading.Timer(lasts_s, _continue, (pid,)))
+            self._timers[-1].start()
+
+    def _scale(self, size: int) -> str:
+        try:
+            with connect(self._running.run_dir, 5.0) as connection:
+                packets.send(connection, {"type": "scale", "size": size})
+                answer = packets.receive(connection)
+        except OSError as error:
+            return f"scale to {size}: {error}"
+        return f"scale to {size}{'' if answer and answer.get('ok') else f': {answer}'}"
+
+    def _zygotes(self) -> list[int]:
+        """A zygote is the child of the agent that leads a process group."""
+        with suppress(OSError):
+            return [pid for pid in children_of(self._running.process.pid) if os.getpgid(pid) == pid]
+        return []
+
+    def _finish_timers(self) -> None:
+        for timer in self._timers:
+            timer.join()
+
+    # -- the oracle -------------------------------------------------------------------------------
+
+    def _judge_end(self, code: int, last: str) -> bool:
+        """Whether the exit code is right. Returns whether the script has finished."""
+        run = self._running
+        ends = run.events("end")
+        why = ends[-1]["why"] if ends else "the agent was killed"
+        if run.results():
+            assert code == 0 or last in ENDINGS, f"exit code {code} although workers have finished: {why}"
+            if code == 0:
+                return True
+        members = run.generations()[-1] if run.generations() else []
+        hung = {action["Kill"]["worker"] for entry in run.events() for action in entry["actions"] if "Kill" in action}
+        all_struck = set(members) <= self._struck | hung
+        allowed = {"SIGTERM agent": {0, 143}, "kill agent": {-9}, "kill all": {137}, "SIGTERM all": {0, 143}}.get(last, set())
+        assert code in allowed or (all_struck and code != 0), f"exit code {code} without a result: {why}"
+        assert code != 0 or self._schedule.variant.checkpoints, f"exit code 0, but nothing is finished or saved: {why}"
+        self.done.append(f"ended with code {code}")
+        return False
+
+    def _check(self, expected: Expected) -> None:
+        """The run has finished."""
+        want = json.loads(expected.result)
+        for worker, text in self._running.notes("done").items():
+            found = json.loads(text)
+            differ = [name for name in want if found.get(name) != want[name]]
+            assert not differ, f"worker {worker} has other {', '.join(differ)}: {found} instead of {want}"
+        self._check_ledger()
+        self._check_logged(expected)
+        self._check_descriptors()
+        if self._schedule.variant.checkpoints:
+            names = sorted(path.name for path in self._checkpoints.iterdir())
+            whole = [name for name in names if (self._checkpoints / name / "manifest.json").exists()]
+            assert names == whole, f"left in the checkpoint folder: {sorted(set(names) - set(whole))}"
+            assert 1 <= len(names) <= KEPT, f"there are {len(names)} checkpoints: {names}"
+
+    def _check_ledger(self) -> None:
+        """Each launch that committed something has repeated the steps of the launches before it from there on."""
+        launches = [self._folder / "run" / f"earlier-{n}" / "ledger" for n in range(1, self._launch)]
+        lines: list[dict[str, Any]] = []
+        for number, ledger in enumerate([*launches, self._folder / "run" / "ledger"]):
+            found = read(ledger) if ledger.exists() and list(ledger.iterdir()) else []
+            found = [{**line, "generation": f"{number}/{line['generation']}"} for line in found]
+            begin = min((line["step"] for line in found if line["kind"] == "commit"), default=STEPS)
+            lines = [line for line in lines if line["step"] < begin] + found
+        committed = {line["step"] for line in lines if line["kind"] == "commit"}
+        missing = sorted(set(range(STEPS)) - committed)
+        assert not missing, f"the ledger lacks steps {missing}"
+        mistakes = audit(lines, SAMPLES, EPOCHS)
+        assert not mistakes, f"ledger: {mistakes}"
+
+    def _check_logged(self, expected: Expected) -> None:
+        for launch in range(1, self._launch + 1):
+            folder = self._folder / f"launch-{launch}" if launch < self._launch else self._folder
+            handed = _lines(folder / "logged.jsonl")
+            steps = [step for step, _ in handed]
+            twice = sorted({step for step in steps if steps.count(step) > 1})
+            assert not twice, f"on_log got steps {twice} more than once in launch {launch}"
+            for step, values in handed:
+                assert values == expected.handed[step], f"on_log got {values} for step {step}, not {expected.handed[step]}"
+            for path in folder.glob("seen-*.jsonl"):
+                for step, logged in _lines(path):
+                    want = expected.seen[step]
+                    assert logged == want, f"{path.name}: run.logged is {logged} after step {step}, not {want}"
+        leaders = {members[0] for members in self._running.generations()}
+        if self._launch == 1 and len(leaders) == 1 and not leaders & self._struck:
+            missing = sorted(set(expected.handed) - set(steps))
+            assert not missing, f"on_log did not get steps {missing}, although rank 0 was always the same worker"
+
+    def _check_descriptors(self) -> None:
+        """A worker has no more descriptors open after a loop than after the first loop with as many workers.
+
+        With two machines, a worker may have to carry more slices than before: each costs a few.
+        """
+        more = 4 if self._schedule.variant.machines == 1 else 24
+        for path in self._folder.glob("open-*.jsonl"):
+            counts: dict[int, list[int]] = {}
+            for _, size, count in _lines(path):
+                counts.setdefault(size, []).append(count)
+            for size, found in counts.items():
+                assert max(found) <= found[0] + more, f"{path.name}: open descriptors with {size} workers: {found}"
+
+    def _check_leftovers(self) -> None:
+        """Nothing of the run is left: no process, no shared memory, no temporary file."""
+        left = _wait_for_none(lambda: _processes_in(self._folder))
+        assert not left, f"processes are left: {left}"
+        left = _wait_for_none(lambda: [n for n in set(os.listdir("/dev/shm")) - self._shared_memory if not _is_in_use(n)])
+        assert not left, f"left in /dev/shm: {left}"
+        left = sorted(
+            path.name for path in self._temporary.iterdir() if not path.name.startswith("torchinductor_")
+        )  # torch's cache
+        assert not left, f"left in the temporary folder: {left}"
+
+    def _dump(self) -> str:
+        return self.run.dump() if self.run is not None else ""
 
 
-def undisturbed(folder: Path) -> str:
-    chaos = Chaos(folder, 1)
-    assert chaos.finish(60) == (0, chaos.output.read_text())
-    (result,) = chaos.results()
-    return result
+# -- what is expected ----------------------------------------------------------------------------------
 
 
-def play(folder: Path, seed: int, expected: str) -> str:
-    """One schedule. Returns what was done; raises where the run hangs, fails, or ends with other bits."""
-    random = Random(seed)
-    chaos = Chaos(folder, WORKERS, "--max-respawns", "50", "--ledger")
-    done: list[str] = []
-    spared = random.randrange(WORKERS)
-    chaos.await_workers(random.randint(1, WORKERS))  # sometimes while the others are still starting
-    stops = 0
-    for _ in range(random.randint(1, 5)):
-        time.sleep(random.uniform(0.0, 0.4))  # the schedule's own rhythm: nothing is waited for here
-        raised = any(each.startswith("raise") for each in done)  # twice at one step would be a bug, and end the run
-        fault = random.choice(["kill", "kill", "kill", "slow", "stop" if stops < 2 else "kill", "kill" if raised else "raise"])
-        stops += fault == "stop"
-        done.append(chaos.strike(fault, random, spared))
-    told = f"schedule {seed}, worker {spared} was spared: {done}\n"
+@dataclass(frozen=True)
+class Expected:
+    """An undisturbed run: the digests of its state, what ``on_log`` got, and ``run.logged`` after each step."""
+
+    result: str
+    handed: dict[int, dict[str, str]]
+    seen: dict[int, dict[str, str]]
+
+
+def undisturbed(folder: Path, *, scaler: bool) -> Expected:
+    """The script alone, in one process: what a schedule of this variant must lead to, however many workers there are."""
+    folder.mkdir(parents=True)
+    (folder / "hurry").touch()
+    variant = Variant(0, "auto", 1, checkpoints=False, loaders=0, scaler=scaler)
+    result = LaunchedRun(SCRIPT, folder=folder, workers=0, env=environment(variant, folder, folder)).result()
+    return Expected(result, dict(_lines(folder / "logged.jsonl")), dict(_lines(folder / "seen-0.jsonl")))
+
+
+def environment(variant: Variant, checkpoints: Path, temporary: Path) -> dict[str, str]:
+    env = {"OMP_NUM_THREADS": "1", "TMPDIR": str(temporary), "LOCKSTEP_COMM": variant.comm, "CHAOS_MACHINES": str(variant.machines)}
+    env |= {"CHAOS_LOADERS": str(variant.loaders), "CHAOS_SCALER": str(int(variant.scaler))}
+    return env | ({"CHAOS_CHECKPOINT": str(checkpoints)} if variant.checkpoints else {})
+
+
+def play(folder: Path, seed: int, expected: dict[bool, Expected]) -> str:
+    """Play one schedule. Returns what was done; raises AssertionError with everything that is needed to play it again."""
+    schedule = draw(seed)
+    chaos = Chaos(folder, schedule)
     try:
-        code, output = chaos.finish(30 + 10 + stops * (HANG_S + 10))
+        chaos.play(expected[schedule.variant.scaler])
     except AssertionError as error:
-        events = (folder / "events.jsonl").read_text().splitlines()
-        raise AssertionError(f"{told}{error}\n" + "\n".join(events[-12:])) from None
-    told += output
-    assert code == 0, told
-    assert chaos.results() == {expected}, told
-    lines = read(folder / "ledger")
-    assert {line["step"] for line in lines if line["kind"] == "commit"} == set(range(60)), told
-    assert audit(lines, SAMPLES, EPOCHS) == [], told
-    return ", ".join(filter(None, done))
+        what, _, dump = str(error).partition("\n")
+        raise AssertionError(f"schedule {seed} ({schedule.variant}): {'; '.join(chaos.done)}: {what}\n{dump}") from None
+    return f"{schedule.variant}: {'; '.join(chaos.done)}"
 
 
-def main(first: int, count: int, jobs: int) -> int:
-    """Returns how many failed."""
-    with tempfile.TemporaryDirectory() as place:
-        expected = undisturbed(Path(place, "undisturbed"))
+# -- processes and files -------------------------------------------------------------------------------
+
+
+def _continue(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGCONT)
+
+
+def _lines(path: Path) -> list[Any]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _wait_for_none(find: Any, deadline_s: float = 5.0) -> Any:
+    """Returns what ``find`` still finds at the deadline."""
+    end = time.monotonic() + deadline_s
+    while (left := find()) and time.monotonic() < end:
+        time.sleep(0.02)
+    return left
+
+
+def _processes_in(folder: Path) -> list[str]:
+    """The processes whose working directory is ``folder``: agent, zygote, workers and loaders."""
+    found = []
+    for entry in os.listdir("/proc"):
+        with suppress(OSError):
+            if entry.isdecimal() and os.readlink(f"/proc/{entry}/cwd") == str(folder) and is_running(int(entry)):
+                found.append(f"{entry} {Path('/proc', entry, 'cmdline').read_bytes().replace(bytes(1), b' ').decode()[:80]}")
+    return found
+
+
+def _is_in_use(name: str) -> bool:
+    """Whether the file in /dev/shm belongs to a process that runs: torch names files torch_<pid>_..."""
+    numbers = [int(part) for part in name.split("_") if part.isdecimal()]
+    return not numbers or any(is_running(number) for number in numbers)
+
+
+# -- many schedules ------------------------------------------------------------------------------------
+
+
+def main(first: int, count: int, jobs: int, *, verbose: bool = False, keep: Path | None = None) -> int:
+    """Returns how many schedules failed."""
+    with tempfile.TemporaryDirectory(prefix="lockstep-chaos-") as temporary:
+        folder = Path(temporary).resolve()
+        expected = {scaler: undisturbed(folder / f"undisturbed-{scaler}", scaler=scaler) for scaler in (False, True)}
+        took: list[float] = []
+        began = time.monotonic()
 
         def one(seed: int) -> bool:
+            here, start, is_right = folder / f"run-{seed}", time.monotonic(), True
             try:
-                play(Path(place, f"run-{seed}"), seed, expected)
-            except AssertionError as error:
-                print(f"FAILED {error}", flush=True)
-                return False
-            finally:
-                done.append(seed)
-                if len(done) % 50 == 0:
-                    print(f"{len(done)} done after {time.monotonic() - began:.0f} s", flush=True)
-                shutil.rmtree(Path(place, f"run-{seed}"), ignore_errors=True)
-            return True
+                done = play(here, seed, expected)
+                if verbose:
+                    print(f"{seed}: {done} ({time.monotonic() - start:.1f} s)", flush=True)
+            except Exception as error:  # noqa: BLE001 - an error of the harness is a failure too
+                is_right = False
+                what, _, dump = f"{error if isinstance(error, AssertionError) else repr(error)}".partition("\n")
+                print(f"FAILED {what}", flush=True)
+                if keep is not None:
+                    shutil.copytree(here, keep / f"{seed}", ignore_dangling_symlinks=True, dirs_exist_ok=True, ignore=_sockets)
+                    (keep / f"{seed}" / "dump.txt").write_text(f"{what}\n{dump}")
+            took.append(time.monotonic() - start)
+            if len(took) % 50 == 0:
+                print(f"{len(took)} done after {time.monotonic() - began:.0f} s", flush=True)
+            shutil.rmtree(here, ignore_errors=True)
+            return is_right
 
-        done: list[int] = []
-        began = time.monotonic()
         with ThreadPoolExecutor(jobs) as pool:
             failures = list(pool.map(one, range(first, first + count))).count(False)
-        took_s = time.monotonic() - began
-        print(f"{count} schedules from {first}, {jobs} at a time: {failures} failed; {took_s:.0f} s")
+        total_s = time.monotonic() - began
+        print(
+            f"{count} schedules from {first}, {jobs} at a time: {failures} failed; {total_s:.0f} s, "
+            f"{sum(took) / max(1, len(took)):.1f} s each, the longest {max(took, default=0.0):.1f} s"
+        )
     return failures
+
+
+def _sockets(folder: str, names: list[str]) -> list[str]:
+    return [name for name in names if name.endswith(".sock")]
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("first", type=int)
     parser.add_argument("count", type=int)
-    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--jobs", type=int, default=1, help="how many schedules to play at a time")
+    parser.add_argument("--verbose", action="store_true", help="print what was done in each schedule")
+    parser.add_argument("--keep", type=Path, help="copy the folder of each failed schedule to this folder, with a dump of its logs")
     given = parser.parse_args()
-    sys.exit(main(given.first, given.count, given.jobs) > 0)
+    sys.exit(main(given.first, given.count, given.jobs, verbose=given.verbose, keep=given.keep) > 0)

@@ -89,8 +89,8 @@ class Job:
             checkpoints.save(self.run.step)
 
     def state(self) -> str:
-        held = {"model": self.model.state_dict(), "opt": self.opt.state_dict()}
-        return f"{self.run.step} {digest(*flatten(held, 'held')).hex()}"
+        state = {"model": self.model.state_dict(), "opt": self.opt.state_dict()}
+        return f"{self.run.step} {digest(*flatten(state, 'state')).hex()}"
 
     def close(self) -> None:
         del self._loop

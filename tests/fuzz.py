@@ -1,9 +1,9 @@
-"""Bytes of every file of a checkpoint are flipped, cut, swapped and added: that is detected, or harmless; none is loaded wrongly.
+"""Bytes of every file of a checkpoint are flipped, cut, swapped and added: every change is detected, and none is loaded.
 
     make chaos                            ten thousand cases, and a line about them
     python -m tests.fuzz FIRST COUNT
 
-The files of the newest checkpoint are changed; the one before it is left alone, and must be used where damage is found.
+The files of the newest checkpoint are changed. The checkpoint before it is unchanged, and must be used if damage is found.
 """
 
 from __future__ import annotations
@@ -34,11 +34,10 @@ CHANGES = ("flip a bit", "set a byte", "swap bytes", "swap pieces", "cut", "add"
 
 
 class Target:
-    """Two checkpoints of one job, and how the newest is damaged and restored."""
+    """Two checkpoints of one job, of which the newest is damaged and restored."""
 
-    def __init__(self, place: Path) -> None:
-        self.place = place
-        job = Job(place, keep=2)
+    def __init__(self, folder: Path) -> None:
+        job = Job(folder, keep=2)
         self._expected = {}
         for _ in range(2):
             job.step()
@@ -48,8 +47,8 @@ class Target:
         self.weights = {name: tensor.clone() for name, tensor in job.run._state.weights().items()}
         self.settings = job.run._state.settings
         job.close()
-        self.retention = Retention(open_storage(place))
-        self.newest = place / self.retention.published()[0].name
+        self.retention = Retention(open_storage(folder))
+        self.newest = folder / self.retention.published()[0].name
         self.files = {path.name: path.read_bytes() for path in self.newest.iterdir()}
         (self._comm,) = loopback(1, 10.0)
 
@@ -59,8 +58,14 @@ class Target:
         for name, content in self.files.items():
             (self.newest / name).write_bytes(content)
 
+    def is_unchanged(self) -> bool:
+        """Whether the change has left every file as it was: a swap of equal bytes, or of white space in the manifest's JSON."""
+        now = {path.name: path.read_bytes() for path in self.newest.iterdir()}
+        same_manifest = json.loads(now.pop(NAME)) == json.loads(self.files[NAME])
+        return same_manifest and now == {name: content for name, content in self.files.items() if name != NAME}
+
     def load(self) -> str:
-        """'harmless', 'detected' or 'refused'; anything else raises."""
+        """Return 'intact', 'detected', 'no checkpoint' (without its manifest) or 'refused'. A wrong state raises."""
         said: list[str] = []
         into = {name: torch.full_like(tensor, 3) for name, tensor in self.weights.items()}
         try:
@@ -70,12 +75,12 @@ class Target:
         assert found is not None
         manifest, state = found.manifest, found.state
         if not {"parameters", "buffers", "objects", "registered", "progress"} <= set(state):
-            return "refused"  # by Run, which takes nothing from it then
+            return "refused"  # by Run, which loads nothing then
         assert self._sum(state) == self._expected[manifest.step], f"step {manifest.step} was loaded wrongly"
         if manifest.step == max(self._expected):
             assert not said
-            return "harmless"
-        return "detected" if said else "not seen"  # without its manifest it is no checkpoint
+            return "intact"
+        return "detected" if said else "no checkpoint"
 
     @staticmethod
     def _sum(state: Any) -> str:
@@ -84,7 +89,7 @@ class Target:
 
 
 def change(target: Target, seed: int) -> str:
-    """One damage, by its seed."""
+    """Damage the newest checkpoint. Returns how, in words."""
     random = Random(seed)
     name = random.choice(sorted(target.files))
     content = bytearray(target.files[name])
@@ -123,7 +128,7 @@ def change(target: Target, seed: int) -> str:
 
 
 def forged(content: bytes, random: Random) -> bytes:
-    """A manifest that somebody changed on purpose: its digest is right, its contents need not make sense."""
+    """Return a manifest that somebody changed on purpose: its digest is right, its values may be impossible."""
     body = json.loads(content)
     body.pop("digest")
     where: Any = body
@@ -143,29 +148,31 @@ def forged(content: bytes, random: Random) -> bytes:
 
 
 def play(target: Target, seed: int) -> str:
-    """'detected', 'harmless', ... of one case; raises where it is neither."""
+    """Damage, load and judge one case. Returns what ``Target.load`` returns; raises if a changed checkpoint was loaded."""
     target.restore()
     how = change(target, seed)
     if how == "forge":
         try:
             return f"forged: {target.load()}"
         except AssertionError as error:
-            # It may hold other values than ours, if all in it fits together: whoever can write it can write those.
+            # The values may be others than those saved, if they fit together: who can write a manifest can write other weights.
             Manifest.parse((target.newest / NAME).read_bytes())
             return f"forged: taken ({error})"[:13]
     try:
-        return target.load()
+        outcome = target.load()
+        assert outcome != "intact" or target.is_unchanged(), "the change was not detected"
+        return outcome
     except Exception as error:
         raise AssertionError(f"case {seed}, {how}: {type(error).__name__}: {error}") from error
 
 
 def main(first: int, count: int) -> None:
-    with tempfile.TemporaryDirectory() as place:
-        target = Target(Path(place))
+    with tempfile.TemporaryDirectory() as folder:
+        target = Target(Path(folder))
         began = time.monotonic()
         found = Counter(play(target, seed) for seed in range(first, first + count))
         took_s = time.monotonic() - began
-    print(f"{count} damaged checkpoints from {first}: {dict(found)}; none was loaded wrongly; {took_s:.0f} s")
+    print(f"{count} damaged checkpoints from {first}: {dict(found)}; every change was detected; {took_s:.0f} s")
 
 
 if __name__ == "__main__":

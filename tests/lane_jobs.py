@@ -78,6 +78,24 @@ class Reentrant(nn.Module):
         return self.head(x)
 
 
+class Average:
+    """An exponential moving average of the weights, as people write it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.updates, self.shadow = 0, {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    def update(self, model: nn.Module) -> None:
+        self.updates += 1
+        for name, p in model.named_parameters():
+            self.shadow[name].lerp_(p.detach(), 0.1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"updates": self.updates, "shadow": self.shadow}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.updates, self.shadow = state["updates"], {k: v.clone() for k, v in state["shadow"].items()}
+
+
 def train(
     model: nn.Module,
     *objects: Any,

@@ -1,4 +1,4 @@
-"""Runs a function on N ranks that are threads of this process, over loopback."""
+"""Runs a function on N ranks that are threads of this process and talk over loopback."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from lockstep.comm.loopback import loopback
 
 
 def on_threads(size: int, body: Callable[[Comm], Any], timeout_s: float = 30.0) -> list[Any]:
-    """What each rank returned. The first exception of any is raised, when all are through."""
-    found: list[Any] = [None] * size
+    """Run ``body(comm)`` on each rank. Returns what each rank returned. Raises the first exception of a rank when all ended."""
+    results: list[Any] = [None] * size
     errors: list[BaseException] = []
 
     def enter(comm: Comm) -> None:
         try:
-            found[comm.rank] = body(comm)
-        except BaseException as error:  # noqa: BLE001 - raised below, in the test's own thread
+            results[comm.rank] = body(comm)
+        except BaseException as error:  # noqa: BLE001 - raised below, in the thread of the test
             errors.append(error)
             comm.abort(f"rank {comm.rank} raised {error!r}")
 
@@ -27,7 +27,7 @@ def on_threads(size: int, body: Callable[[Comm], Any], timeout_s: float = 30.0) 
         thread.start()
     for thread in threads:
         thread.join(timeout_s * 2)
-    assert not any(thread.is_alive() for thread in threads), "a rank hangs"
+    assert not any(thread.is_alive() for thread in threads), f"a rank still runs after {timeout_s * 2} s"
     if errors:
         raise errors[0]
-    return found
+    return results

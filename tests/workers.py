@@ -1,10 +1,10 @@
-"""Runs a function on N real processes, forked from one that has imported torch.
+"""Runs a function on N real processes that form one world, without an agent.
 
     results = run_workers(body, 4, argument)        # body(rank, size, argument) on each of 4 processes
 
-Every run has a deadline; at the deadline all workers' stacks are printed and they are killed. A
-worker that raises fails the test with its traceback, unless ``check=False``, when the outcomes are
-returned: ``Outcome.value``, ``Outcome.error`` (type name and message) or ``Outcome.signal``.
+Every run has a deadline. At the deadline every worker that still runs writes its stack and is killed, and the test fails.
+A worker that raises or dies fails the test with its traceback and what it has printed, unless ``check=False``: then the outcomes
+are returned (``Outcome.value``, ``Outcome.error`` with type name and message, or ``Outcome.signal``).
 """
 
 from __future__ import annotations
@@ -14,22 +14,23 @@ import multiprocessing
 import os
 import pickle
 import signal
-import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
 from typing import Any
 
-_context = multiprocessing.get_context("forkserver")
-# torch._dynamo: the first optimizer imports it, 1.2 s in every worker
-_context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "lockstep", "lockstep.replicas.ddp"])
+from tests.fork_server import Child, fork
+from tests.waiting import wait_until
 
 
 @dataclass
 class Outcome:
+    """How one worker ended."""
+
     value: Any = None
     error: tuple[str, str] | None = None
     trace: str = ""
@@ -37,31 +38,42 @@ class Outcome:
 
 
 class WorkerProcesses:
-    """Workers that were started and not yet collected."""
+    """Workers that were started and not yet collected.
+
+    Args:
+        body: called as ``body(rank, size, *args)`` in each worker.
+        size: the number of workers.
+        args: anything that can be pickled.
+        env: variables that the workers get besides their rank, size and store.
+    """
 
     def __init__(self, body: Callable[..., Any], size: int, args: tuple[Any, ...], env: dict[str, str]) -> None:
-        self.folder = tempfile.TemporaryDirectory(prefix="lockstep-test-")
-        self.processes: list[Any] = []
+        self.folder = tempfile.TemporaryDirectory(prefix="workers-")
+        self.processes: list[Child] = []
         self.pipes: list[Connection] = []
         for rank in range(size):
-            here, there = _context.Pipe(duplex=False)
+            here, there = Pipe(duplex=False)
             world = {
                 "LOCKSTEP_RANK": str(rank),
                 "LOCKSTEP_SIZE": str(size),
                 "LOCKSTEP_STORE": f"file://{self.folder.name}/store",
                 **env,
             }
-            process = _context.Process(target=_enter, args=(body, rank, size, args, world, there), daemon=True)
-            process.start()
-            there.close()
-            self.processes.append(process)
+            with there, self._output(rank).open("wb") as output:
+                child = fork(_enter, body, rank, size, args, world, descriptors=[there.fileno()], output=output.fileno())
+            self.processes.append(child)
             self.pipes.append(here)
 
     def kill(self, rank: int, with_signal: int = signal.SIGKILL) -> None:
-        os.kill(self.processes[rank].pid, with_signal)
+        self.processes[rank].send_signal(with_signal)
+
+    def wait_for_notes(self, *names: str, deadline_s: float = 30.0) -> None:
+        """Wait until workers have left all these notes with ``leave_note``."""
+        notes = [Path(self.folder.name, f"note-{name}") for name in names]
+        wait_until(lambda: all(note.exists() for note in notes), f"workers have left the notes {names}", deadline_s)
 
     def collect(self, deadline_s: float) -> list[Outcome]:
-        """Outcomes by rank. Whoever is not done at the deadline prints its stack and is killed."""
+        """Wait for all workers. Returns their outcomes by rank; fails if one of them still runs after ``deadline_s`` seconds."""
         outcomes = [Outcome() for _ in self.processes]
         open_ = dict(enumerate(self.pipes))
         end = time.monotonic() + deadline_s
@@ -71,24 +83,31 @@ class WorkerProcesses:
                 try:
                     outcomes[rank] = pickle.loads(pipe.recv_bytes())  # from our own child
                 except EOFError:
-                    self.processes[rank].join(5)
-                    outcomes[rank] = Outcome(signal=-(self.processes[rank].exitcode or 0))
+                    outcomes[rank] = Outcome(signal=-self.processes[rank].wait(5), trace=self._output(rank).read_text())
                 del open_[rank]
-        late = sorted(open_)
-        for rank in late:
-            os.kill(self.processes[rank].pid, signal.SIGCONT)
-            os.kill(self.processes[rank].pid, signal.SIGUSR1)
-        for rank in late:
-            self.processes[rank].join(1)
-        for process in self.processes:
-            process.join(0 if late else 10)
-            if process.is_alive():
-                process.kill()
-                process.join(5)
+        printed = self._end(sorted(open_))
         self.folder.cleanup()
-        if late:
-            raise AssertionError(f"ranks {late} were not done after {deadline_s} s; their stacks are in the captured stderr")
+        if open_:
+            raise AssertionError(f"ranks {sorted(open_)} still ran after {deadline_s} s.\n{printed}")
         return outcomes
+
+    def _end(self, late: list[int]) -> str:
+        """Let every worker leave, and kill those that do not. Returns what was printed, if workers are late."""
+        for rank in late:
+            self.kill(rank, signal.SIGCONT)
+            self.kill(rank, signal.SIGUSR1)  # writes the stack of every thread to the worker's output
+        end = time.monotonic() + (1 if late else 10)
+        for child in self.processes:
+            while child.poll() is None and time.monotonic() < end:
+                time.sleep(0.001)
+            child.kill()
+            child.wait(5)
+        for pipe in self.pipes:
+            pipe.close()
+        return "".join(f"-- rank {rank}:\n{self._output(rank).read_text()}" for rank in range(len(self.processes))) if late else ""
+
+    def _output(self, rank: int) -> Path:
+        return Path(self.folder.name, f"output-{rank}.txt")
 
 
 def run_workers(
@@ -99,6 +118,7 @@ def run_workers(
     check: bool = True,
     env: dict[str, str] | None = None,
 ) -> list[Any]:
+    """Run ``body(rank, size, *args)`` on ``size`` processes. Returns what each of them returned, or, unchecked, their outcomes."""
     outcomes = WorkerProcesses(body, size, args, env or {}).collect(deadline_s)
     if not check:
         return outcomes
@@ -108,11 +128,24 @@ def run_workers(
     return [outcome.value for outcome in outcomes]
 
 
-def _enter(body: Callable[..., Any], rank: int, size: int, args: tuple[Any, ...], world: dict[str, str], pipe: Connection) -> None:
+def leave_note(name: str) -> None:
+    """In a worker: tell the others, and the test, something that cannot go over the comm under test."""
+    _note(name).touch()
+
+
+def wait_for_notes(*names: str, deadline_s: float = 20.0) -> None:
+    """In a worker: wait until all these notes are left."""
+    wait_until(lambda: all(_note(name).exists() for name in names), f"workers have left the notes {names}", deadline_s)
+
+
+def _note(name: str) -> Path:
+    return Path(os.environ["LOCKSTEP_STORE"].removeprefix("file://")).with_name(f"note-{name}")
+
+
+def _enter(pipe: int, body: Callable[..., Any], rank: int, size: int, args: tuple[Any, ...], world: dict[str, str]) -> None:
     import torch
 
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # may start data loaders
-    faulthandler.register(signal.SIGUSR1, file=sys.__stderr__, all_threads=True)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     for key in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(key, None)
     os.environ.update(world)
@@ -122,5 +155,7 @@ def _enter(body: Callable[..., Any], rank: int, size: int, args: tuple[Any, ...]
         outcome = Outcome(value=body(rank, size, *args))
     except BaseException as error:  # noqa: BLE001 - handed to the test, which raises it; pytest's own are no Exceptions
         outcome = Outcome(error=(type(error).__name__, str(error)), trace=traceback.format_exc())
-    pipe.send_bytes(pickle.dumps(outcome))  # plain pickle: tensors by value, no descriptors that die with us
-    pipe.close()
+    with Connection(pipe, readable=False) as connection:
+        connection.send_bytes(pickle.dumps(outcome))  # plain pickle: tensors by value, no descriptors that die with us
+    for child in multiprocessing.active_children():  # data loaders
+        child.terminate()

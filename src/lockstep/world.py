@@ -62,19 +62,10 @@ class World:
                 "must not exceed the size. Correct these variables."
             )
 
-    def __str__(self) -> str:
-        where = f"; rendezvous {self.rendezvous}" if self.rendezvous else ""
-        return f"rank {self.rank} of {self.size} (local rank {self.local_rank} of {self.local_size}; from {self.source}{where})"
-
     @property
     def is_main(self) -> bool:
         """Whether this worker has rank 0."""
         return self.rank == 0
-
-    @property
-    def spans_machines(self) -> bool:
-        """Whether some workers run on other machines."""
-        return self.local_size < self.size
 
     def device(self) -> Any:
         """Returns the ``torch.device`` of this worker: the GPU with the number of its local rank, or the CPU if there is no GPU."""
@@ -158,6 +149,11 @@ def machine_name() -> str:
             return f"{boot.read().strip()}/{os.stat('/proc/self/ns/pid').st_ino}"
     except OSError:
         return socket.gethostname()
+
+
+def gloo_interfaces() -> list[str]:
+    """Returns the network interfaces that ``GLOO_SOCKET_IFNAME`` names, as torch reads it; empty if it is not set."""
+    return [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
 
 
 def _from_lockstep(env: Mapping[str, str]) -> World | None:

@@ -97,8 +97,10 @@ def console(example: Example) -> str | None:
 
 
 def masked(line: str) -> str:
-    """Without what differs from run to run: numbers, hexadecimal ones too, and the folder in which the page is run."""
-    return re.sub(r"\b[0-9a-f]{12,}\b|\d+([.:,]\d+)*", "N", line.replace(f"{os.getcwd()}/", "")).rstrip()
+    """Without what differs from run to run: numbers, hexadecimal ones too, the name of the host, and the path of the folder."""
+    line = re.sub(r"\S*/(?=lockstep-runs/|checkpoints\b)", "", line)
+    line = re.sub(r" on \S+ failed", " on HOST failed", line)
+    return re.sub(r"\b[0-9a-f]{12,}\b|\d+([.:,]\d+)*", "N", line).rstrip()
 
 
 def diff(example: Example) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints of a model on a GPU: resumed on another number of workers to the same bits; sums there and on the host agree."""
+"""Checkpoints of a model on a GPU: resumed on another number of workers to the same bits; checksums on GPU and host are equal."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from tests.workers import run_workers
 
 
-def train(rank: int, size: int, place: str | None, stop_at: int, flip_at: int = -1) -> str:
-    """A CNN on the one GPU, over gloo; ends early after ``stop_at`` steps. Returns a digest of what it holds."""
+def train(rank: int, size: int, folder: str | None, stop_at: int, flip_at: int = -1) -> str:
+    """Train a CNN on one GPU, over gloo, for at most ``stop_at`` steps. Returns a digest of model and optimizer."""
     import lockstep
     from lockstep.comm.plain_state import digest, flatten
     from tests.lane_jobs import CNN, dataset
@@ -21,7 +21,7 @@ def train(rank: int, size: int, place: str | None, stop_at: int, flip_at: int = 
     torch.manual_seed(11)
     model = CNN().cuda()
     opt = torch.optim.AdamW(model.parameters(), lr=0.01)
-    run = lockstep.Run(model, opt, lanes=4, checkpoint=place, every="3 steps", verify_every=5)
+    run = lockstep.Run(model, opt, lanes=4, checkpoint=folder, every="3 steps", verify_every=5)
     for x, y in run.shard(dataset(), global_batch=16, shuffle=True, epochs=3):
         F.cross_entropy(model(x.cuda()), y.cuda()).backward()
         opt.step()
@@ -40,15 +40,15 @@ def train(rank: int, size: int, place: str | None, stop_at: int, flip_at: int = 
 class Checkpoints(unittest.TestCase):
     def test_a_resumed_run_has_the_bits_of_one_that_was_never_interrupted(self) -> None:
         (alone,) = run_workers(train, 1, None, -1, deadline_s=120)
-        with tempfile.TemporaryDirectory() as place:
-            run_workers(train, 2, place, 8, deadline_s=120)
-            self.assertEqual(run_workers(train, 1, place, -1, deadline_s=120), [alone])
+        with tempfile.TemporaryDirectory() as folder:
+            run_workers(train, 2, folder, 8, deadline_s=120)
+            self.assertEqual(run_workers(train, 1, folder, -1, deadline_s=120), [alone])
 
-    def test_a_flipped_bit_is_healed(self) -> None:
+    def test_a_flipped_bit_is_repaired(self) -> None:
         (alone,) = run_workers(train, 1, None, -1, deadline_s=120)
         self.assertEqual(set(run_workers(train, 3, None, -1, 10, deadline_s=120)), {alone})
 
-    def test_sums_on_a_gpu_are_those_on_the_host(self) -> None:
+    def test_checksums_on_a_gpu_equal_those_on_the_host(self) -> None:
         from lockstep.checkpoint.checksum import checksums
 
         tensors = [torch.randn(n) for n in (0, 1, 7, 2048, 300_001)] + [torch.randn(65, 33).t(), torch.arange(5).to(torch.bfloat16)]

@@ -847,7 +847,7 @@ def growing_buffer(rank: int, size: int) -> str:
     model.seen = torch.zeros(3 + rank)
     try:
         loss_of(model, *mine(0, rank, size)).backward()
-    except lockstep.PeerError as error:
+    except lockstep.UsageError as error:
         return str(error)
     return "no error"
 

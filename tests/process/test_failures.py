@@ -13,7 +13,7 @@ from torch import nn
 
 import lockstep
 from tests.models import MLP, batch, loss_of, part
-from tests.workers import Outcome, WorkerProcesses, run_workers
+from tests.workers import Outcome, WorkerProcesses, leave_note, run_workers, wait_for_notes
 
 TIMEOUT_S = 1.0
 FAULT_STEP = 3
@@ -28,23 +28,26 @@ def train(rank: int, size: int, fault: str, victim: int, comm: str) -> dict[str,
         began = time.monotonic()
         try:
             if rank == victim and step == FAULT_STEP:
-                misbehave(fault, model, x, y)
+                misbehave(fault, model, x, y, [f"failed-{r}" for r in range(size) if r != rank])
             else:
                 loss_of(model, x, y).backward()
         except lockstep.PeerError as error:
-            return {"message": str(error), "ranks": error.ranks, "step": step, "took_s": time.monotonic() - began}
+            took_s = time.monotonic() - began
+            leave_note(f"failed-{rank}")
+            return {"message": str(error), "ranks": error.ranks, "step": step, "took_s": took_s}
         model.zero_grad()
     return {}
 
 
-def misbehave(fault: str, model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
+def misbehave(fault: str, model: nn.Module, x: torch.Tensor, y: torch.Tensor, others: list[str]) -> None:
+    """``others``: the notes that the other ranks leave when they have failed. Until then this rank lives."""
     if fault == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif fault == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
     elif fault == "no parameter":
         torch.ones(3, requires_grad=True).sum().backward()
-        lonely_wait()
+        wait_for_notes(*others)
     elif fault == "raise in backward":
         model.layers[0].weight.register_hook(lambda grad: 1 / 0)
         loss_of(model, x, y).backward()
@@ -62,16 +65,9 @@ def misbehave(fault: str, model: nn.Module, x: torch.Tensor, y: torch.Tensor) ->
         model.layers[0].weight.register_hook(lambda grad: os.kill(os.getpid(), signal.SIGKILL))
         loss_of(model, x, y).backward()
     elif fault == "does not call":
-        lonely_wait()
+        wait_for_notes(*others)
     else:
         raise AssertionError(fault)
-
-
-def lonely_wait() -> None:
-    """Do nothing until the waits of the others have timed out."""
-    deadline = time.monotonic() + 3 * TIMEOUT_S
-    while time.monotonic() < deadline:
-        time.sleep(0.05)
 
 
 FAULTS = [
@@ -114,16 +110,15 @@ def test_every_other_rank_gets_a_peer_error_that_names_rank_step_and_bucket(faul
 def one_short_wait(rank: int, size: int, comm: str) -> float:
     carrier = lockstep.replica_of(lockstep.replicate(MLP(), timeout_s=20, comm=comm)).comm
     began = time.monotonic()
-    while rank == 1 and time.monotonic() - began < 3:
-        time.sleep(0.05)  # does nothing, but does not leave: its closing connections would end the waits too
     if rank == 1:
+        wait_for_notes("released-0", "released-2")  # lives until then: its closing connections would end the waits too
         return 0.0
     with pytest.raises(lockstep.PeerError) as caught:
         carrier.reduce(torch.zeros(3), "sum", "something").wait(0.3 if rank == 0 else None)
     took_s = time.monotonic() - began
     assert caught.value.ranks == (1,)
-    while time.monotonic() - began < 3:
-        time.sleep(0.05)
+    leave_note(f"released-{rank}")
+    wait_for_notes("released-0", "released-2")
     return took_s
 
 
@@ -162,14 +157,15 @@ def unequal_unfreezing(rank: int, size: int) -> str:
             model.layers[0].weight.requires_grad_(True)
         try:
             loss_of(model, x, y).backward()
-        except lockstep.PeerError as error:
+        except lockstep.UsageError as error:
             return str(error)
     return "no error"
 
 
 def test_unfreezing_on_one_rank_only_is_an_error_never_a_wrong_average() -> None:
     for message in run_workers(unequal_unfreezing, 2):
-        assert "step 2" in message or "newly unfrozen" in message
+        assert "rank 0 is in bucket 0 of step 2" in message
+        assert "rank 1 is in the newly unfrozen parameters of step 1" in message
 
 
 def missing_at_start(rank: int, size: int) -> str:

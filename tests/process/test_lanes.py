@@ -6,7 +6,6 @@ import contextlib
 import difflib
 import io
 import os
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,10 +18,10 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep.comm.base import Comm
-from lockstep.comm.loopback import loopback
 from lockstep.comm.plain_state import digest, flatten
 from tests.lane_jobs import BATCH, LANES, SAMPLES, SCENARIOS, Dropping, Stream, dataset, scenario, sgd, train
 from tests.models import MLP
+from tests.threads import on_threads
 from tests.workers import run_workers
 
 
@@ -68,20 +67,14 @@ def test_two_levels_give_the_same_bits(alone: Callable[[str], str]) -> None:
 def test_loopback_gives_the_same_bits(name: str, alone: Callable[[str], str]) -> None:
     """Ranks as threads. They share this process's generators: nothing here draws from them after the models are built."""
     torch.set_num_threads(1)
-    results: list[str] = [""] * 4
     torch.manual_seed(11)
     jobs = [SCENARIOS[name]() for _ in range(4)]
 
-    def body(comm: Comm) -> None:
+    def body(comm: Comm) -> str:
         model, objects, options = jobs[comm.rank]
-        results[comm.rank] = train(model, *objects, comm=comm, **options)
+        return train(model, *objects, comm=comm, **options)
 
-    threads = [threading.Thread(target=body, args=(comm,)) for comm in loopback(4, 30.0)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert set(results) == {alone(name)}
+    assert set(on_threads(4, body)) == {alone(name)}
 
 
 def loosely(rank: int, size: int) -> tuple[str, list[Tensor]]:

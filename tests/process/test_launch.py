@@ -11,117 +11,29 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-DEADLINE_S = 60.0
+from tests.launch import DEADLINE_S, LaunchedRun, is_running
+from tests.launch import launch as launch_in
+from tests.waiting import wait_until
+
 RANK = "import os, sys, signal, time\nrank = int(os.environ.get('LOCKSTEP_RANK', -1))\n"
-
-
-@pytest.fixture(autouse=True)
-def ctrl_c_is_not_ignored() -> Iterator[None]:
-    """A background process of a shell ignores Ctrl-C, and the agents that are started here would inherit that."""
-    before = signal.getsignal(signal.SIGINT)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-class Launch:
-    """One `lockstep run` in a folder of its own, without variables of the test's environment that would change it."""
-
-    def __init__(self, folder: Path, *arguments: str, env: dict[str, str] | None = None) -> None:
-        self.folder = folder
-        self.run_dir = folder / "run"
-        clean = {k: v for k, v in os.environ.items() if not k.endswith("_NUM_THREADS") and not k.startswith("LOCKSTEP_")}
-        self.out, self.err = folder / "stdout.txt", folder / "stderr.txt"
-        with self.out.open("wb") as out, self.err.open("wb") as err:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "lockstep", "run", "--run-dir", str(self.run_dir), *arguments],
-                cwd=folder,
-                env={**clean, **(env or {})},
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-            )
-
-    def wait(self) -> int:
-        return self.process.wait(DEADLINE_S)
-
-    def stdout(self) -> str:
-        return self.out.read_text()
-
-    def stderr(self) -> str:
-        return self.err.read_text()
-
-    def log(self, id: int) -> str:
-        return (self.run_dir / "workers" / str(id) / "log.txt").read_text()
-
-    def pids(self, count: int) -> list[int]:
-        """Wait until ``count`` workers have written files named pid-*; returns the pids in them."""
-        until(lambda: len(self._pids()) >= count or self.process.poll() is not None)
-        found = self._pids()
-        assert len(found) == count, self.stderr()
-        return found
-
-    def _pids(self) -> list[int]:
-        texts = [path.read_text() for path in self.folder.glob("pid-*")]
-        return [int(text) for text in texts if text.endswith("\n")]
-
-    def zygote(self) -> int:
-        (pid,) = [p for p in children(self.process.pid) if b"lockstep.launch.zygote" in command(p) and p not in self._pids()]
-        return pid
-
-
-PID = "open(f'pid-{os.getpid()}', 'w').write(f'{os.getpid()}\\n')\n"
-
-
-def until(happened: Callable[[], Any], deadline_s: float = DEADLINE_S) -> None:
-    end = time.monotonic() + deadline_s
-    while not happened():
-        assert time.monotonic() < end, "did not happen in time"
-        time.sleep(0.01)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def command(pid: int) -> bytes:
-    return Path(f"/proc/{pid}/cmdline").read_bytes()
+PID = "open('pid-' + os.environ['LOCKSTEP_WORKER'], 'w').write(f'{os.getpid()}\\n')\n"
 
 
 @pytest.fixture
-def launch(tmp_path: Path) -> Iterator[Callable[..., Launch]]:
-    """launch(script text, "-n", "2", ..., args=[...]) -> Launch"""
-    started: list[Launch] = []
-
-    def start(script: str, *options: str, args: tuple[str, ...] = (), env: dict[str, str] | None = None) -> Launch:
-        (tmp_path / "script.py").write_text(RANK + script)
-        started.append(Launch(tmp_path, *options, "script.py", *args, env=env))
-        return started[-1]
-
-    yield start
-    for each in started:
-        if each.process.poll() is None:
-            each.process.kill()
-            each.process.wait()
+def launch(launch: Callable[..., LaunchedRun]) -> Callable[..., LaunchedRun]:
+    """The fixture of all process tests, for scripts that use ``rank``."""
+    return lambda script, *options, **settings: launch(RANK + script, *options, **settings)
 
 
 # -- what a script gets, and what the console shows ------------------------------------------------
 
 
-def test_a_script_is_run_as_python_would_run_it(launch: Callable[..., Launch]) -> None:
+def test_a_script_is_run_as_python_would_run_it(launch: Callable[..., LaunchedRun]) -> None:
     run = launch(
         """
 import json, random, numpy, torch, __main__
@@ -137,6 +49,7 @@ print("to stderr", rank, file=sys.stderr)
         "-n",
         "2",
         args=("--lr", "3", "-n", "x y"),
+        own_imports=True,
     )
     assert run.wait() == 0, run.stderr()
     first, second = (json.loads(run.log(id).splitlines()[0]) for id in (0, 1))
@@ -159,12 +72,18 @@ print("to stderr", rank, file=sys.stderr)
     assert not (run.run_dir / "agent.sock").exists()
 
 
-def test_thread_counts_that_the_user_has_set_are_kept(launch: Callable[..., Launch]) -> None:
-    run = launch("import torch; print(torch.get_num_threads(), os.environ['OMP_NUM_THREADS'])", env={"OMP_NUM_THREADS": "3"})
+@pytest.mark.slow
+def test_thread_counts_that_the_user_has_set_are_kept(launch: Callable[..., LaunchedRun]) -> None:
+    run = launch(
+        "import torch; print(torch.get_num_threads(), os.environ['OMP_NUM_THREADS'])",
+        env={"OMP_NUM_THREADS": "3"},
+        own_imports=True,
+    )
     assert run.wait() == 0, run.stderr()
     assert run.stdout() == "3 3\n"
 
 
+@pytest.mark.slow
 def test_a_module_of_a_package_can_be_run(tmp_path: Path) -> None:
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").write_text("")
@@ -172,12 +91,12 @@ def test_a_module_of_a_package_can_be_run(tmp_path: Path) -> None:
     (tmp_path / "package" / "train.py").write_text(
         "import sys\nfrom .helper import value\nprint(value, __name__, __package__, sys.argv[1:], sys.path[0])"
     )
-    run = Launch(tmp_path, "-m", "package.train", "--lr", "3")
+    run = launch_in(None, "-m", "package.train", "--lr", "3", folder=tmp_path, own_imports=True)
     assert run.wait() == 0, run.stderr()
     assert run.stdout() == f"5 __main__ package ['--lr', '3'] {tmp_path}\n"
 
 
-def test_data_loaders_and_exit_handlers_work_and_open_files_are_written(launch: Callable[..., Launch]) -> None:
+def test_data_loaders_and_exit_handlers_work_and_open_files_are_written(launch: Callable[..., LaunchedRun]) -> None:
     run = launch(
         """
 import atexit, threading, torch
@@ -213,14 +132,14 @@ kept = open("kept.txt", "w"); kept.write("whole")
         ("this is no python", 1),
     ],
 )
-def test_the_exit_code_is_the_scripts(launch: Callable[..., Launch], script: str, code: int) -> None:
+def test_the_exit_code_is_the_scripts(launch: Callable[..., LaunchedRun], script: str, code: int) -> None:
     run = launch(script, "-n", "2", "--no-respawn")
     assert run.wait() == code, run.stderr()
     if code:
         assert re.search(r"^lockstep: worker [01] \(rank [01], pid \d+\) on .* failed: ", run.stderr(), re.M), run.stderr()
 
 
-def test_the_text_of_sys_exit_is_shown(launch: Callable[..., Launch]) -> None:
+def test_the_text_of_sys_exit_is_shown(launch: Callable[..., LaunchedRun]) -> None:
     run = launch("sys.exit('no data') if rank else time.sleep(1000)", "-n", "2")
     assert run.wait() == 1
     assert re.search(r"^lockstep: worker 1 \(rank 1, pid \d+\) on .* failed: SystemExit: no data$", run.stderr(), re.M), (
@@ -229,7 +148,7 @@ def test_the_text_of_sys_exit_is_shown(launch: Callable[..., Launch]) -> None:
     assert run.log(1) == "no data\n"
 
 
-def test_the_first_traceback_is_shown_once_and_the_rest_in_a_line_each(launch: Callable[..., Launch]) -> None:
+def test_the_first_traceback_is_shown_once_and_the_rest_in_a_line_each(launch: Callable[..., LaunchedRun]) -> None:
     run = launch("def deep():\n    1 / 0\nprint('before', rank)\ndeep()\n", "-n", "3")
     assert run.wait() == 1
     text = run.stderr()
@@ -244,16 +163,16 @@ def test_the_first_traceback_is_shown_once_and_the_rest_in_a_line_each(launch: C
         assert run.log(id).count("Traceback") == 1
 
 
-def test_what_a_library_printed_before_it_crashed_is_shown(launch: Callable[..., Launch]) -> None:
+def test_what_a_library_printed_before_it_crashed_is_shown(launch: Callable[..., LaunchedRun]) -> None:
     script = "if rank: os.write(2, b'terminate called\\n'); os.abort()\ntime.sleep(1000)"
     run = launch(script, "-n", "2", "--no-respawn", "--grace", "1")
-    until(lambda: "killed by SIGABRT" in run.stderr())
+    run.wait_for_text("killed by SIGABRT")
     assert "[worker 1] terminate called\n" in run.stderr()
     run.process.terminate()
     assert run.wait() == 143
 
 
-def test_a_module_that_cannot_be_preloaded_ends_the_run_with_a_sentence(launch: Callable[..., Launch], tmp_path: Path) -> None:
+def test_a_module_that_cannot_be_preloaded_ends_the_run_with_a_sentence(launch: Callable[..., LaunchedRun], tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("raise RuntimeError('no such device')")
     run = launch("print('never')", "--preload", "json,broken")
     assert run.wait() == 1
@@ -261,7 +180,7 @@ def test_a_module_that_cannot_be_preloaded_ends_the_run_with_a_sentence(launch: 
     assert "never" not in run.stdout()
 
 
-def test_a_module_that_starts_threads_cannot_be_preloaded(launch: Callable[..., Launch], tmp_path: Path) -> None:
+def test_a_module_that_starts_threads_cannot_be_preloaded(launch: Callable[..., LaunchedRun], tmp_path: Path) -> None:
     (tmp_path / "busy.py").write_text(
         "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True, name='poller').start()"
     )
@@ -270,7 +189,7 @@ def test_a_module_that_starts_threads_cannot_be_preloaded(launch: Callable[..., 
     assert "--preload busy cannot be used: importing it starts threads (poller)" in run.stderr()
 
 
-def test_a_preloaded_module_is_imported_before_the_fork(launch: Callable[..., Launch], tmp_path: Path) -> None:
+def test_a_preloaded_module_is_imported_before_the_fork(launch: Callable[..., LaunchedRun], tmp_path: Path) -> None:
     (tmp_path / "heavy.py").write_text("import os\nimported_by = os.getpid()")
     run = launch("print('heavy' in sys.modules)\nimport heavy\nprint(heavy.imported_by != os.getpid())", "--preload", "heavy")
     assert run.wait() == 0, run.stderr()
@@ -325,7 +244,7 @@ def test_the_agent_needs_no_torch(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_reaches_the_workers_and_they_can_exit_cleanly(launch: Callable[..., Launch], number: int, code: int) -> None:
+def test_a_signal_reaches_the_workers_and_they_can_exit_cleanly(launch: Callable[..., LaunchedRun], number: int, code: int) -> None:
     run = launch(
         f"""
 def note(*_):
@@ -348,7 +267,18 @@ time.sleep(1000)
     assert not any(map(is_running, [*pids, zygote]))
 
 
-def test_a_keyboard_interrupt_shows_no_tracebacks(launch: Callable[..., Launch]) -> None:
+def test_a_terminal_that_is_closed_ends_the_run_as_sigterm_does(launch: Callable[..., LaunchedRun]) -> None:
+    run = launch(
+        f"signal.signal(signal.SIGTERM, lambda *_: (print('saved', rank), sys.exit(0)))\n{PID}\ntime.sleep(1000)", "-n", "2"
+    )
+    pids = run.pids(2)
+    run.process.send_signal(signal.SIGHUP)
+    assert run.wait(30) == 129
+    assert (run.log(0), run.log(1)) == ("saved 0\n", "saved 1\n")
+    assert not any(map(is_running, pids))
+
+
+def test_a_keyboard_interrupt_shows_no_tracebacks(launch: Callable[..., LaunchedRun]) -> None:
     run = launch(PID + "time.sleep(1000)", "-n", "2")
     run.pids(2)
     run.process.send_signal(signal.SIGINT)
@@ -357,35 +287,37 @@ def test_a_keyboard_interrupt_shows_no_tracebacks(launch: Callable[..., Launch])
     assert "KeyboardInterrupt" in run.log(0)
 
 
-def test_a_worker_that_ignores_ctrl_c_is_killed_after_the_grace(launch: Callable[..., Launch]) -> None:
+@pytest.mark.exclusive
+def test_a_worker_that_ignores_ctrl_c_is_killed_after_the_grace(launch: Callable[..., LaunchedRun]) -> None:
     run = launch("signal.signal(signal.SIGINT, signal.SIG_IGN)\n" + PID + "time.sleep(1000)", "-n", "2", "--grace", "1")
     pids = run.pids(2)
     sent = time.monotonic()
     run.process.send_signal(signal.SIGINT)
-    until(lambda: not any(map(is_running, pids)), deadline_s=3.0)
+    wait_until(lambda: not any(map(is_running, pids)), "the workers are killed", deadline_s=3.0)
     assert time.monotonic() - sent >= 1.0
     assert run.wait() == 130
     name = r"worker \d \(rank \d, pid \d+\)"
     assert re.search(rf"^lockstep: killing {name}, {name}, which did not stop within 1 s.$", run.stderr(), re.M), run.stderr()
 
 
-def test_a_second_ctrl_c_kills_at_once(launch: Callable[..., Launch]) -> None:
+@pytest.mark.exclusive
+def test_a_second_ctrl_c_kills_at_once(launch: Callable[..., LaunchedRun]) -> None:
     run = launch("signal.signal(signal.SIGINT, signal.SIG_IGN)\n" + PID + "time.sleep(1000)", "-n", "2", "--grace", "1000")
     pids = run.pids(2)
     run.process.send_signal(signal.SIGINT)
-    until(lambda: "Ctrl-C again" in run.stderr())
+    run.wait_for_text("Ctrl-C again")
     assert all(map(is_running, pids))
     run.process.send_signal(signal.SIGINT)
-    until(lambda: not any(map(is_running, pids)), deadline_s=1.0)
-    assert run.process.wait(2.0) == 130
+    wait_until(lambda: not any(map(is_running, pids)), "the workers are killed", deadline_s=1.0)
+    assert run.wait(2.0) == 130
 
 
-def test_a_signal_during_the_imports_ends_the_run(launch: Callable[..., Launch]) -> None:
-    run = launch("print('never')", "-n", "2")
-    until(lambda: (run.run_dir / "zygote.txt").exists() and children(run.process.pid))
-    (zygote,) = children(run.process.pid)
+@pytest.mark.exclusive
+def test_a_signal_during_the_imports_ends_the_run(launch: Callable[..., LaunchedRun]) -> None:
+    run = launch("print('never')", "-n", "2", own_imports=True)
+    zygote = run.zygote()
     run.process.send_signal(signal.SIGTERM)
-    until(lambda: not is_running(zygote), deadline_s=1.0)  # the imports take longer
+    wait_until(lambda: not is_running(zygote), "the zygote is killed", deadline_s=1.0)  # the imports take longer
     assert run.wait() == 143
     assert run.stdout() == ""
 
@@ -393,34 +325,35 @@ def test_a_signal_during_the_imports_ends_the_run(launch: Callable[..., Launch])
 # -- killing ----------------------------------------------------------------------------------------
 
 
-def test_kill_9_of_the_agent_ends_all_its_processes(launch: Callable[..., Launch]) -> None:
+@pytest.mark.exclusive
+def test_kill_9_of_the_agent_ends_all_its_processes(launch: Callable[..., LaunchedRun]) -> None:
     run = launch(PID + "signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 32))\ntime.sleep(1000)", "-n", "3")
     pids = [*run.pids(3), run.zygote()]
     run.process.kill()
-    until(lambda: not any(map(is_running, pids)), deadline_s=1.0)
+    wait_until(lambda: not any(map(is_running, pids)), "no process is left", deadline_s=1.0)
 
 
-def test_kill_9_of_the_zygote_does_not_disturb_its_workers(launch: Callable[..., Launch]) -> None:
+def test_kill_9_of_the_zygote_does_not_disturb_its_workers(launch: Callable[..., LaunchedRun]) -> None:
     run = launch(PID + "while not os.path.exists('go'): time.sleep(0.01)\nprint('continued', rank)", "-n", "2")
     run.pids(2)
     zygote = run.zygote()
     os.kill(zygote, signal.SIGKILL)
-    until(lambda: not is_running(zygote))
+    wait_until(lambda: not is_running(zygote), "the zygote is gone")
     (run.folder / "go").write_text("")
     assert run.wait() == 0, run.stderr()
     assert (run.log(0), run.log(1)) == ("continued 0\n", "continued 1\n")
 
 
-def test_kill_9_of_the_zygote_while_it_imports_only_costs_time(launch: Callable[..., Launch]) -> None:
-    run = launch("print('there')", "-n", "2")
-    until(lambda: (run.run_dir / "zygote.txt").exists() and children(run.process.pid))
-    (zygote,) = children(run.process.pid)
+@pytest.mark.slow
+def test_kill_9_of_the_zygote_while_it_imports_only_costs_time(launch: Callable[..., LaunchedRun]) -> None:
+    run = launch("print('there')", "-n", "2", own_imports=True)
+    zygote = run.zygote()
     os.kill(zygote, signal.SIGKILL)
     assert run.wait() == 0, run.stderr()
     assert run.log(1) == "there\n"
 
 
-def test_processes_that_a_dead_worker_has_started_are_killed(launch: Callable[..., Launch]) -> None:
+def test_processes_that_a_dead_worker_has_started_are_killed(launch: Callable[..., LaunchedRun]) -> None:
     run = launch(
         """
 import subprocess
@@ -435,12 +368,12 @@ while not os.path.exists("go"): time.sleep(0.01)
         "--no-respawn",
     )
     (child,) = run.pids(1)
-    until(lambda: not is_running(child))
+    run.wait_until(lambda: not is_running(child), "the process that the dead worker has started is killed")
     (run.folder / "go").write_text("")
     assert run.wait() == 137
 
 
-def test_processes_that_workers_leave_running_are_killed_at_the_end_of_the_run(launch: Callable[..., Launch]) -> None:
+def test_processes_that_workers_leave_running_are_killed_at_the_end_of_the_run(launch: Callable[..., LaunchedRun]) -> None:
     run = launch(
         "import subprocess; child = subprocess.Popen(['sleep', '1000']); open(f'pid-{rank}', 'w').write(f'{child.pid}\\n')",
         "-n",
@@ -471,7 +404,7 @@ def listening(pids: list[int]) -> list[str]:
     return found
 
 
-def test_replicate_trains_with_equal_weights_and_nothing_listens_on_a_network(launch: Callable[..., Launch]) -> None:
+def test_replicate_trains_with_equal_weights_and_nothing_listens_on_a_network(launch: Callable[..., LaunchedRun]) -> None:
     run = launch(
         f"""
 import hashlib, torch, lockstep
@@ -497,6 +430,7 @@ print(hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parame
     assert len(run.stdout()) == 65
 
 
+@pytest.mark.slow
 def test_a_console_that_is_closed_does_not_stop_the_run(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("import os\nfor i in range(1000): print('x' * 100)\nopen('done', 'w').close()")
     arguments = f"{sys.executable} -m lockstep run --run-dir run script.py"
@@ -518,7 +452,7 @@ def test_a_run_directory_with_a_long_name_can_be_scaled(tmp_path: Path) -> None:
 {PID}
 while not os.path.exists("go"): time.sleep(0.01)
 """)
-    run = Launch(folder, "-n", "2", "script.py")
+    run = launch_in(Path("script.py"), "-n", "2", folder=folder)
     run.pids(2)
     done = subprocess.run(
         [sys.executable, "-m", "lockstep", "scale", str(run.run_dir), "2"], capture_output=True, text=True, timeout=DEADLINE_S
@@ -538,7 +472,7 @@ while not os.path.exists("go"): time.sleep(0.01)
     assert run.wait() == 0, run.stderr()
 
 
-def test_progress_is_shown_on_a_pipe(launch: Callable[..., Launch]) -> None:
+def test_progress_is_shown_on_a_pipe(launch: Callable[..., LaunchedRun]) -> None:
     run = launch(
         """
 import json, socket
@@ -552,6 +486,7 @@ line.send(json.dumps({"type": "progress", "step": 7, "epoch": 1, "values": {"los
     assert run.stderr() == "lockstep: step 7 | epoch 1 | loss 0.25 | 1 worker\n"
 
 
+@pytest.mark.slow
 def test_a_terminal_gets_a_live_line_and_ctrl_c_reaches_workers_once(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(
         RANK
@@ -566,10 +501,10 @@ except KeyboardInterrupt:
     print("interrupted", "once")
 """
     )
-    pid, terminal = pty.fork()
-    if pid == 0:
-        os.chdir(tmp_path)
-        os.execv(sys.executable, [sys.executable, "-m", "lockstep", "run", "-n", "1", "--run-dir", "run", "script.py"])
+    terminal, theirs = pty.openpty()
+    # In a new session the first terminal that is opened becomes the one whose Ctrl-C the processes get.
+    on_terminal = f"exec {sys.executable} -m lockstep run -n 1 --run-dir run script.py <>{os.ttyname(theirs)} >&0 2>&0"
+    process = subprocess.Popen(["sh", "-c", on_terminal], cwd=tmp_path, start_new_session=True)
     seen = bytearray()
 
     def read_until(text: bytes) -> None:
@@ -583,13 +518,13 @@ except KeyboardInterrupt:
     assert b"out\r\n" in seen
     os.write(terminal, b"\x03")
     read_until(b"interrupted once\r\n")
-    _, status = os.waitpid(pid, 0)
-    os.close(terminal)
-    assert os.waitstatus_to_exitcode(status) == 130
+    assert process.wait(DEADLINE_S) == 130
+    for descriptor in (terminal, theirs):
+        os.close(descriptor)
     assert (tmp_path / "run/workers/0/log.txt").read_text() == "out\ninterrupted once\n"
 
 
-def test_packets_that_make_no_sense_do_not_harm_the_agent(launch: Callable[..., Launch]) -> None:
+def test_packets_that_make_no_sense_do_not_harm_the_agent(launch: Callable[..., LaunchedRun]) -> None:
     run = launch(
         """
 import socket

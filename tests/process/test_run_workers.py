@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep
-from tests.models import MLP, digest
+from tests.models import CNN, MLP, digest
 from tests.workers import Outcome, run_workers
 
 
@@ -42,7 +42,7 @@ def other_length(rank: int, size: int) -> None:
         opt.step()
 
 
-def test_datasets_of_different_length_are_told_on_every_worker() -> None:
+def test_datasets_of_different_length_raise_on_every_worker() -> None:
     message = errors(run_workers(other_length, 2, check=False))
     assert "rank 0 has argument length (32), rank 1 has argument length (33)" in message
 
@@ -56,7 +56,7 @@ def other_rate(rank: int, size: int) -> None:
             opt.param_groups[0]["lr"] = 0.1 / (1 + rank)
 
 
-def test_learning_rates_that_part_are_told_before_they_do_harm() -> None:
+def test_learning_rates_that_differ_raise_before_the_step() -> None:
     message = errors(run_workers(other_rate, 2, check=False))
     assert "step differently in step 2" in message
     assert "('lr', 0.05)" in message
@@ -66,7 +66,7 @@ def too_many(rank: int, size: int) -> None:
     made(lanes=2)
 
 
-def test_more_workers_than_lanes_are_told() -> None:
+def test_more_workers_than_lanes_raise() -> None:
     assert "3 workers cannot share 2 lanes" in errors(run_workers(too_many, 3, check=False))
 
 
@@ -77,7 +77,7 @@ def other_order(rank: int, size: int) -> None:
         opt.step()
 
 
-def test_samplers_that_disagree_are_told() -> None:
+def test_samplers_that_disagree_raise() -> None:
     assert "have samplers that disagree" in errors(run_workers(other_order, 2, check=False))
 
 
@@ -90,7 +90,7 @@ def half_weighed(rank: int, size: int) -> None:
         opt.step()
 
 
-def test_weights_on_some_workers_only_are_told() -> None:
+def test_weights_on_some_workers_only_raise() -> None:
     assert "for some lanes of step 0 and not for others" in errors(run_workers(half_weighed, 2, check=False))
 
 
@@ -98,8 +98,48 @@ def other_lanes(rank: int, size: int) -> None:
     made(lanes=4 + rank)
 
 
-def test_different_arguments_to_run_are_told() -> None:
+def test_different_arguments_to_run_raise() -> None:
     assert "setting lanes (4)" in errors(run_workers(other_lanes, 2, check=False))
+
+
+def other_model(rank: int, size: int) -> None:
+    model = nn.Linear(12, 4 + rank)
+    lockstep.Run(model, torch.optim.SGD(model.parameters(), lr=0.1), lanes=4, timeout_s=5)
+
+
+def test_different_models_are_named_before_training() -> None:
+    message = errors(run_workers(other_model, 2, check=False))
+    assert "different models: rank 0 has parameter weight (shape [4, 12]" in message
+    assert "rank 1 has parameter weight (shape [5, 12]" in message
+
+
+def freezes_another(rank: int, size: int) -> None:
+    run, model, opt = made()
+    for x, y in run.shard(data(), global_batch=8):
+        F.cross_entropy(model(x), y).backward()
+        opt.step()
+        if run.committed and run.step == 2:
+            model.layers[2 * rank].weight.requires_grad_(False)
+
+
+def test_workers_that_freeze_different_parameters_raise() -> None:
+    assert "train different parameters" in errors(run_workers(freezes_another, 2, check=False))
+
+
+def changes_a_buffer(rank: int, size: int) -> None:
+    model = CNN()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = lockstep.Run(model, opt, lanes=4, timeout_s=5, log_every=1)
+    for x, y in run.shard(data(), global_batch=8):
+        F.cross_entropy(model(x), y).backward()
+        opt.step()
+        run.log(loss=1.0)
+        if run.committed and run.step == 2:
+            model.body[1].running_mean.detach().add_(rank)
+
+
+def test_buffers_that_differ_between_workers_raise() -> None:
+    assert "with different buffers" in errors(run_workers(changes_a_buffer, 2, check=False))
 
 
 def leaves_early(rank: int, size: int) -> int:

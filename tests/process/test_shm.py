@@ -9,6 +9,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import warnings
@@ -26,7 +27,7 @@ from lockstep.comm.segment import Segment, SegmentError, free_bytes
 from lockstep.comm.shared_bucket import SharedBucket, slice_of
 from lockstep.world import World, requested_comm
 from tests.models import MLP, batch, digest, loss_of, part
-from tests.workers import WorkerProcesses, run_workers
+from tests.workers import WorkerProcesses, leave_note, run_workers
 
 CPU = torch.device("cpu")
 
@@ -132,6 +133,7 @@ def test_under_torchrun_without_a_change_in_the_script(tmp_path: Path) -> None:
 # -- segments ----------------------------------------------------------------------------------
 
 
+@pytest.mark.exclusive  # the data loaders of other tests make files in /dev/shm
 def test_a_segment_is_private_zeroed_and_has_no_name() -> None:
     before = set(os.listdir("/dev/shm"))
     segment = Segment.create(1 << 16)
@@ -156,6 +158,7 @@ def test_too_little_memory_is_an_error_when_a_segment_is_made() -> None:
 
 
 def crash(rank: int, size: int, how: str) -> None:
+    assert tempfile.gettempdir() == os.environ["TMPDIR"]
     model = lockstep.replicate(MLP(), timeout_s=20)
     trained(model, rank, size, 2)
     if how == "all" or rank == 1:
@@ -165,12 +168,11 @@ def crash(rank: int, size: int, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["one", "all"])
-def test_no_file_remains_after_kill_9(how: str) -> None:
-    places = [Path("/dev/shm"), Path("/tmp")]
-    before = {str(p) for place in places for p in place.iterdir()}
-    run_workers(crash, 3, how, check=False)
-    left = {str(p) for place in places for p in place.iterdir()} - before
-    assert not {p for p in left if "lockstep" in p}
+def test_no_file_remains_after_kill_9(how: str, tmp_path: Path) -> None:
+    before = set(os.listdir("/dev/shm"))
+    run_workers(crash, 3, how, check=False, env={"TMPDIR": str(tmp_path)})
+    assert not {name for name in set(os.listdir("/dev/shm")) - before if "lockstep" in name}
+    assert list(tmp_path.iterdir()) == []
 
 
 def small_limit(rank: int, size: int, limit: int) -> tuple[str, list[str], bytes]:
@@ -227,7 +229,7 @@ def stale(rank: int, size: int) -> Any:
     second = open_comm(CPU, world=world, timeout_s=30, kind="shm")
     bucket = second.buffer(100_000, torch.float32, CPU)
     second.barrier("before the wake-up")
-    Path(os.environ["LOCKSTEP_STORE"].removeprefix("file://") + f".ready{rank}").touch()
+    leave_note(f"ready-{rank}")
     ends = time.monotonic() + 2
     while True:
         bucket.fill_(1.0)
@@ -242,9 +244,7 @@ def stale(rank: int, size: int) -> Any:
 
 def test_a_stale_worker_that_wakes_up_cannot_write_into_a_later_generation() -> None:
     fleet = WorkerProcesses(stale, 3, (), {})
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline and not all(Path(fleet.folder.name, f"store.ready{r}").exists() for r in (0, 2)):
-        time.sleep(0.02)
+    fleet.wait_for_notes("ready-0", "ready-2")
     fleet.kill(1, signal.SIGCONT)
     outcomes = fleet.collect(deadline_s=40)
     assert outcomes[0].value == outcomes[2].value == "undisturbed", outcomes

@@ -1,4 +1,4 @@
-"""A run's checkpoints in one process: what they hold, when they are made, what they refuse, and the bits of resumed runs."""
+"""Checkpoints of a run in one process: what they hold, when they are made, what is refused, and the bits of resumed runs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Ema:
-    """Something of the user's own."""
+    """An object of the user with state."""
 
     def __init__(self) -> None:
         self.seen, self.mean = 0, torch.zeros(3)
@@ -41,19 +41,19 @@ class Ema:
 
 
 def train(
-    place: Path | str | None, stop_at: int | None = None, model: nn.Module | None = None, *, every: str = "3 steps", **options: Any
+    folder: Path | str | None, stop_at: int | None = None, model: nn.Module | None = None, *, every: str = "3 steps", **options: Any
 ) -> str:
-    """Loops of 2 x 5 and 5 steps, each with an evaluation; returns a digest of everything at the end, or '' where it stopped."""
+    """Train loops of 2 x 5 and of 5 steps, each with an evaluation. Returns a digest of the end, or '' if it stopped before."""
     torch.manual_seed(1)
     model = model or build("mlp")
     opt = torch.optim.AdamW(model.parameters(), lr=0.01)
     sched = torch.optim.lr_scheduler.CosineAnnealingLR(opt, 20)
     ema = Ema()
     seen: list[float] = []
-    with lockstep.Run(model, opt, sched, lanes=4, checkpoint=place, every=every, **options) as run:
+    with lockstep.Run(model, opt, sched, lanes=4, checkpoint=folder, every=every, **options) as run:
         run.register("ema", ema)
         for loop in range(2):
-            noise = torch.rand(()) * loop  # drawn between loops, one of which may be passed
+            noise = torch.rand(()) * loop  # drawn between loops, of which a resumed run skips the first
             for x, y in run.shard(data(), global_batch=8, shuffle=True, epochs=2 - loop):
                 x = x + torch.rand(()) * 0.1 + noise
                 F.cross_entropy(model(x), y).backward()
@@ -80,9 +80,9 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_never_interrupted(
     assert train(tmp_path, stop_at) == ""
     assert train(tmp_path) == undisturbed
     said = capsys.readouterr().err
-    last = max((step for step in (3, 6, 9, 10, 12) if step < stop_at), default=0)  # it is saved when a turn has ended
+    last = max((step for step in (3, 6, 9, 10, 12) if step < stop_at), default=0)  # a step is saved when its loop body has ended
     assert (f"lockstep: resumed at step {last} from {tmp_path}" in said) == (last > 0)
-    assert train(tmp_path) == undisturbed  # it was over: its loops are passed at once
+    assert train(tmp_path) == undisturbed  # the run had ended: its loops are skipped
 
 
 def test_checkpoints_are_made_when_due_and_old_ones_go(tmp_path: Path) -> None:
@@ -94,11 +94,11 @@ def test_checkpoints_are_made_when_due_and_old_ones_go(tmp_path: Path) -> None:
     assert [folder.step for folder in Retention(open_storage(tmp_path)).published()] == [15, 12]
 
 
-def test_epochs_seconds_and_wishes_of_the_user(tmp_path: Path) -> None:
+def test_intervals_and_saves_of_the_user(tmp_path: Path) -> None:
     for every, expected in (("1 epoch", [15, 10, 5]), ("1h", [15, 10])):
         train(tmp_path / every, every=every)
         assert [folder.step for folder in Retention(open_storage(tmp_path / every)).published()] == expected
-    train(tmp_path / "now", every="0.000001 s")  # one after the other, as fast as they are written
+    train(tmp_path / "now", every="0.000001 s")  # as fast as they can be written
     assert len(Retention(open_storage(tmp_path / "now")).published()) == 3
     model = build("mlp")
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -116,7 +116,7 @@ def test_epochs_seconds_and_wishes_of_the_user(tmp_path: Path) -> None:
     assert [folder.step for folder in Retention(open_storage(tmp_path / "own")).published()] == [5, 4, 2]
 
 
-def test_what_was_asked_for_is_saved_also_when_the_loop_is_left_at_once(tmp_path: Path) -> None:
+def test_a_requested_save_is_made_if_the_loop_is_left_at_once(tmp_path: Path) -> None:
     model = build("mlp")
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
     with lockstep.Run(model, opt, lanes=2, checkpoint=tmp_path, every="1h") as run:
@@ -130,7 +130,7 @@ def test_what_was_asked_for_is_saved_also_when_the_loop_is_left_at_once(tmp_path
 
 
 class Caching(nn.Module):
-    """Grows a cache with what it sees."""
+    """A model whose cache changes its shape in the first forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,12 +143,12 @@ class Caching(nn.Module):
         return self.body(x) + self.cache[0]
 
 
-def test_a_cache_that_grows_is_each_workers_own(tmp_path: Path) -> None:
+def test_a_cache_that_changes_its_shape_is_not_saved(tmp_path: Path) -> None:
     assert train(tmp_path, 7, Caching()) == ""
     assert train(tmp_path, None, Caching()).startswith("15 ")
 
 
-def test_workers_that_hold_different_things_are_told(tmp_path: Path) -> None:
+def test_workers_with_different_state_get_an_error(tmp_path: Path) -> None:
     def body(comm: Comm) -> str:
         torch.manual_seed(0)
         model = build("mlp")
@@ -182,8 +182,8 @@ def test_two_ranks_write_parts_of_one_checkpoint(tmp_path: Path) -> None:
     assert {"model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"} <= files
 
 
-def newest(place: Path) -> Path:
-    return place / Retention(open_storage(place)).published()[0].name
+def newest(folder: Path) -> Path:
+    return folder / Retention(open_storage(folder)).published()[0].name
 
 
 def test_weights_are_found_by_any_reader_of_safetensors(tmp_path: Path) -> None:
@@ -201,7 +201,7 @@ def test_weights_are_found_by_any_reader_of_safetensors(tmp_path: Path) -> None:
 
 
 class Odd(nn.Module):
-    """Tied weights, a buffer that is not saved, every dtype, and tensors of no size."""
+    """Tied weights, a buffer that is not saved, many dtypes, and a tensor without elements."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -218,7 +218,7 @@ class Odd(nn.Module):
         return self.two(self.tied(self.one(x)))
 
 
-def test_tied_weights_and_every_dtype(tmp_path: Path) -> None:
+def test_tied_weights_and_unusual_dtypes(tmp_path: Path) -> None:
     def run_once() -> tuple[str, dict[str, Tensor]]:
         torch.manual_seed(0)
         model = Odd()
@@ -243,7 +243,7 @@ def test_tied_weights_and_every_dtype(tmp_path: Path) -> None:
 def test_a_checkpoint_of_another_model_or_run_is_refused(tmp_path: Path) -> None:
     train(tmp_path, 4)
     narrow = nn.Sequential(nn.Linear(12, 5), nn.Linear(5, 4))
-    with pytest.raises(UsageError, match=r"is of another model: 0\.weight is missing in the checkpoint"):
+    with pytest.raises(UsageError, match=r"another model: 0\.weight is missing in the checkpoint, and has shape \[5, 12\]"):
         train(tmp_path, model=narrow)
     model = build("mlp")
     opt = torch.optim.AdamW(model.parameters())
@@ -257,16 +257,21 @@ def test_a_checkpoint_of_another_model_or_run_is_refused(tmp_path: Path) -> None
             next(iter(run.shard(data(), global_batch=16, shuffle=True)))
 
 
-def test_a_parameter_of_another_shape_is_named(tmp_path: Path) -> None:
-    for width in (6, 7):
-        model = nn.Sequential(nn.Linear(12, width))
-        opt = torch.optim.SGD(model.parameters(), lr=0.1)
-        if width == 6:
-            with lockstep.Run(model, opt, lanes=1, checkpoint=tmp_path) as run:
-                run.save()
-        else:
-            with pytest.raises(UsageError, match=r"0.weight has shape \[6, 12\] .* in the checkpoint, and has shape \[7, 12\]"):
-                lockstep.Run(model, opt, lanes=1, checkpoint=tmp_path)
+@pytest.mark.parametrize(
+    ("layer", "says"),
+    [
+        (nn.Linear(12, 7), r"0.weight has shape \[6, 12\] and dtype float32 in the checkpoint, and has shape \[7, 12\] and"),
+        (nn.Linear(12, 6).double(), "dtype float32 in the checkpoint, and has shape .* and dtype float64 in this model"),
+        (nn.Linear(12, 6, bias=False), r"0.bias has shape \[6\] and dtype float32 in the checkpoint, and is missing in this model"),
+    ],
+)
+def test_the_first_parameter_that_does_not_fit_is_named(layer: nn.Module, says: str, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(12, 6))
+    with lockstep.Run(model, torch.optim.SGD(model.parameters(), lr=0.1), lanes=1, checkpoint=tmp_path) as run:
+        run.save()
+    model = nn.Sequential(layer)
+    with pytest.raises(UsageError, match=says):
+        lockstep.Run(model, torch.optim.SGD(model.parameters(), lr=0.1), lanes=1, checkpoint=tmp_path)
 
 
 class Strange(torch.optim.SGD):
@@ -274,7 +279,7 @@ class Strange(torch.optim.SGD):
         return {**super().state_dict(), "friend": {"deep": [object()]}}
 
 
-def test_a_state_that_is_no_plain_data_is_named_after_the_first_step(tmp_path: Path) -> None:
+def test_state_that_cannot_be_saved_is_named_after_the_first_step(tmp_path: Path) -> None:
     model = build("mlp")
     opt = Strange(model.parameters(), lr=0.1)
     run = lockstep.Run(model, opt, lanes=1, checkpoint=tmp_path, every="1h")
@@ -282,6 +287,7 @@ def test_a_state_that_is_no_plain_data_is_named_after_the_first_step(tmp_path: P
         for x, y in run.shard(data(), global_batch=8):
             F.cross_entropy(model(x), y).backward()
             opt.step()
+    assert run.step == 1
     run.close()
 
 
@@ -297,13 +303,13 @@ def test_a_state_that_is_no_plain_data_is_named_after_the_first_step(tmp_path: P
         ({"verify_every": -1}, "verify_every=-1"),
     ],
 )
-def test_wrong_arguments_get_a_sentence(options: dict[str, Any], says: str, tmp_path: Path) -> None:
+def test_wrong_arguments_are_refused(options: dict[str, Any], says: str, tmp_path: Path) -> None:
     model = build("mlp")
     with pytest.raises(UsageError, match=says):
         lockstep.Run(model, torch.optim.SGD(model.parameters(), lr=0.1), lanes=1, **{"checkpoint": tmp_path, **options})
 
 
-def test_registering_wrong_things_gets_a_sentence(tmp_path: Path) -> None:
+def test_objects_that_cannot_be_registered_are_refused(tmp_path: Path) -> None:
     model = build("mlp")
     with lockstep.Run(model, torch.optim.SGD(model.parameters(), lr=0.1), lanes=1) as run:
         run.register("ema", Ema())
@@ -326,6 +332,7 @@ def test_an_object_store_by_url(capsys: pytest.CaptureFixture[str]) -> None:
     assert train(url) == undisturbed
     assert f"resumed at step 6 from {url}" in capsys.readouterr().err
     assert [folder.step for folder in Retention(open_storage(url)).published()] == [15, 12, 10]
+    assert len(open_storage(url).folders()) == 3  # the files of removed checkpoints are removed too
 
 
 def test_a_full_disk_does_not_stop_training(
@@ -344,12 +351,12 @@ def test_a_full_disk_does_not_stop_training(
     assert "the checkpoint of step 6" in said
     assert "No space left on device" in said
     assert [folder.step for folder in Retention(open_storage(tmp_path)).published()] == [3]
-    assert len(list(tmp_path.iterdir())) == 1  # what was half-written is gone
+    assert len(list(tmp_path.iterdir())) == 1  # the incomplete folder was removed
     monkeypatch.undo()
     assert train(tmp_path) == undisturbed
 
 
-def test_a_save_by_hand_that_fails_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_save_raises_if_the_checkpoint_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from lockstep.checkpoint import storage
 
     def refused(self: storage.LocalStorage, folder: str, manifest: bytes) -> None:

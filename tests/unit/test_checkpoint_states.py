@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -9,10 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
 from torch import Tensor
 
 from lockstep.checkpoint.checkpoints import CheckpointCallbacks, Checkpoints, SaveError
 from lockstep.checkpoint.retention import Retention
+from lockstep.checkpoint.state_layout import assign_to_writers
 from lockstep.checkpoint.storage import LocalStorage, open_storage
 from lockstep.comm.base import Comm
 from lockstep.comm.loopback import loopback
@@ -310,3 +315,78 @@ def test_a_sparse_tensor_is_named(tmp_path: Path) -> None:
     state.weight = torch.zeros(4).to_sparse()
     with pytest.raises(UsageError, match=r"parameters\.weight is a torch.float32 tensor \(torch.sparse_coo\)"):
         open_checkpoints(tmp_path, state).begin(1)
+
+
+def damage(folder: Path, step: int) -> None:
+    """Change one bit of the checkpoint of ``step``."""
+    (file,) = folder.glob(f"step-{step:09d}-*/model-*.safetensors")
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+def test_damage_that_one_worker_sees_makes_all_workers_use_the_checkpoint_before(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = [tmp_path / "rank-0", tmp_path / "rank-1"]
+    checkpoints = open_checkpoints(folders[0])
+    for step in (1, 2):
+        checkpoints.save(step)
+    shutil.copytree(folders[0], folders[1])
+    damage(folders[1], 2)
+
+    def body(comm: Comm) -> int:
+        resumed: list[int] = []
+        assert open_checkpoints(folders[comm.rank], comm=comm, resumed=resumed.append).resume()
+        return resumed[0]
+
+    assert on_threads(2, body) == [1, 1]
+    assert "its checksum differs (seen by rank 1). The checkpoint before it is used." in capsys.readouterr().err
+
+
+def test_a_run_does_not_begin_anew_if_every_checkpoint_is_damaged(tmp_path: Path) -> None:
+    assert not open_checkpoints(tmp_path).resume()
+    open_checkpoints(tmp_path).save(1)
+    damage(tmp_path, 1)
+    with pytest.raises(UsageError, match=r"every checkpoint in .* is damaged. The newest: step-000000001-.*its checksum differs"):
+        open_checkpoints(tmp_path).resume()
+
+
+def test_tensors_whose_paths_give_one_name_are_kept_apart(tmp_path: Path) -> None:
+    class Dotted(OneWeight):
+        restored: Mapping[str, Any]
+
+        def capture(self) -> dict[str, Any]:
+            return {**super().capture(), "a.b": torch.ones(3), "a": {"b": torch.zeros(3)}, "__metadata__": torch.ones(1)}
+
+        def restore(self, state: Mapping[str, Any], *, resumes: bool = False) -> None:
+            self.restored = state
+
+    open_checkpoints(tmp_path, Dotted()).save(1)
+    (file,) = tmp_path.glob("*/state-*.safetensors")
+    assert len(load_file(file)) == 3
+    state = Dotted()
+    assert open_checkpoints(tmp_path, state).resume()
+    assert state.restored["a.b"].eq(1).all()
+    assert state.restored["a"]["b"].eq(0).all()
+
+
+def test_a_state_that_changes_its_shape_is_copied_anew(tmp_path: Path) -> None:
+    state = OneWeight()
+    checkpoints = open_checkpoints(tmp_path, state)
+    checkpoints.save(1)
+    state.weight = torch.arange(5000.0)
+    checkpoints.save(2)
+    loaded = OneWeight()
+    loaded.weight = torch.zeros(5000)
+    assert open_checkpoints(tmp_path, loaded).resume()
+    assert torch.equal(loaded.weight, state.weight)
+
+
+@given(st.lists(st.integers(0, 1000), max_size=60), st.integers(1, 9))
+def test_each_tensor_is_written_once_and_writers_have_about_equally_many_bytes(sizes: list[int], writers: int) -> None:
+    parts = assign_to_writers(sizes, writers)
+    assert len(parts) == writers
+    assert sorted(index for part in parts for index in part) == list(range(len(sizes)))
+    written = [sum(sizes[index] for index in part) for part in parts]
+    assert max(written) - min(written) <= max(sizes, default=0)

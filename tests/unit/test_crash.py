@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 
+from lockstep.checkpoint.atomic_file import write_atomically
 from lockstep.checkpoint.manifest import NAME
 from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.storage import open_storage
 from tests.checkpoint_jobs import FaultyOs, Job, faulty
 from tests.workers import run_workers
+
+pytestmark = pytest.mark.slow
 
 
 def second_save(folder: Path) -> FaultyOs:
@@ -101,10 +104,8 @@ def test_refused_at_each_file_operation(number: int, tmp_path: Path, capsys: pyt
     assert seen == set(expected)
 
 
-def test_all_files_and_folders_are_synced_before_the_manifest_appears(tmp_path: Path) -> None:
-    """A machine that crashes loses what was not synced, and may do later operations before earlier ones."""
-    system = second_save(tmp_path)
-    (folder,) = (path for path in tmp_path.iterdir())
+def events_of(system: FaultyOs) -> list[tuple[str, Path]]:
+    """The files and folders that were created, synced, renamed to, and removed, in this order."""
     opened: dict[int, Path] = {}
     events: list[tuple[str, Path]] = []
     for name, args, result in system.calls:
@@ -113,8 +114,15 @@ def test_all_files_and_folders_are_synced_before_the_manifest_appears(tmp_path: 
             events += [("create", opened[result])] if args[1] & os.O_CREAT else []
         elif name == "fsync":
             events.append((name, opened[args[0]]))
-        elif name == "rename":
-            events.append((name, Path(args[1])))
+        elif name in ("rename", "unlink"):
+            events.append((name, Path(args[-1])))
+    return events
+
+
+def test_all_files_and_folders_are_synced_before_the_manifest_appears(tmp_path: Path) -> None:
+    """A machine that crashes loses what was not synced, and may have done later operations before earlier ones."""
+    events = events_of(second_save(tmp_path))
+    (folder,) = tmp_path.iterdir()
     at = events.index(("rename", folder / NAME))
     created = [path for kind, path in events[:at] if kind == "create"]
     parts = [path for path in created if path.name in {each.name for each in folder.iterdir()}]
@@ -125,3 +133,32 @@ def test_all_files_and_folders_are_synced_before_the_manifest_appears(tmp_path: 
     assert ("fsync", folder) in events[last_part:at]
     assert ("fsync", tmp_path) in events[:at]
     assert ("fsync", folder) in events[at:]
+
+
+def test_a_checkpoint_is_removed_from_its_manifest_on(tmp_path: Path) -> None:
+    events = events_of(second_save(tmp_path))
+    first, *others = (at for at, (kind, _) in enumerate(events) if kind == "unlink")
+    manifest = events[first][1]
+    assert manifest.name == NAME
+    assert len(others) >= 2
+    assert ("fsync", manifest.parent) in events[first : others[0]]
+
+
+def test_a_file_that_cannot_be_replaced_is_unchanged(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    folder = os.open(tmp_path, os.O_DIRECTORY)
+    write_atomically("file", [b"old"], folder)
+    with faulty(-1, None) as system:
+        write_atomically("file", [b"new", b"er"], folder)
+    assert path.read_bytes() == b"newer"
+
+    def refuse(name: str) -> Any:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), name)
+
+    before_rename = [name for name, _, _ in system.calls].index("rename")
+    for at in range(before_rename + 1):
+        with faulty(at, refuse), pytest.raises(OSError, match="Input/output error"):
+            write_atomically("file", [b"an", b"other"], folder)
+        assert path.read_bytes() == b"newer"
+        assert list(tmp_path.iterdir()) == [path]
+    os.close(folder)

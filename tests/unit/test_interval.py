@@ -29,7 +29,7 @@ def test_what_is_not_an_interval_is_refused(text: str) -> None:
         Interval.parse(text)
 
 
-def test_steps_and_epochs_are_facts_of_the_run_and_seconds_of_a_clock() -> None:
+def test_steps_and_epochs_are_counted_and_seconds_are_measured() -> None:
     assert [step for step in range(1, 9) if Interval.parse("3 steps").is_due(step, 0, ends_epoch=False)] == [3, 6]
     assert [epoch for epoch in range(6) if Interval.parse("2 epochs").is_due(9, epoch, ends_epoch=True)] == [1, 3, 5]
     assert not Interval.parse("1 epoch").is_due(9, 0, ends_epoch=False)

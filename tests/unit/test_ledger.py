@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -52,3 +53,44 @@ def test_a_ledger_without_commits_is_reported(tmp_path: Path) -> None:
     assert "no step was committed: the ledger has 0 lines" in audit(read(tmp_path), 4, 1)[0]
     ledger.record_samples(0, 0, (0, 0, 0), {0: [0, 1, 2, 3]})
     assert "no step was committed: the ledger has 1 lines" in audit(read(tmp_path), 4, 1)[0]
+
+
+def test_a_torn_line_is_left_out_and_the_rest_is_read(tmp_path: Path) -> None:
+    write_two_steps(tmp_path)
+    path = tmp_path / "0.jsonl"
+    path.write_bytes(path.read_bytes() + b'{"kind": "commit", "st')
+    assert audit(read(tmp_path), 4, 1) == []
+
+
+def test_a_full_disk_warns_once_and_does_not_end_training(tmp_path: Path) -> None:
+    (tmp_path / "0.jsonl").symlink_to("/dev/full")
+    ledger = Ledger(str(tmp_path), 0)
+    with pytest.warns(UserWarning, match=r"cannot be written \(No space left on device\)"):
+        ledger.record_commit(0, 0)
+    ledger.record_commit(1, 0)  # a second warning would be an error here
+
+
+def test_a_folder_that_is_gone_warns_and_does_not_end_training(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="No such file or directory"):
+        ledger = Ledger(str(tmp_path / "gone" / "ledger"), 0)
+    ledger.record_commit(0, 0)
+
+
+def test_after_a_torn_line_the_next_one_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger = Ledger(str(tmp_path), 0)
+    write, room = os.write, [5]
+
+    def write_some(file: int, data: bytes) -> int:
+        if room[0] == 0:
+            raise OSError(28, "No space left on device")
+        count = write(file, data[: room[0]])
+        room[0] -= count
+        return count
+
+    monkeypatch.setattr(os, "write", write_some)
+    with pytest.warns(UserWarning, match="No space left"):
+        ledger.record_commit(0, 0)
+    room[0] = 1000
+    ledger.record_commit(1, 0)
+    monkeypatch.undo()
+    assert [line["step"] for line in read(tmp_path)] == [1]

@@ -12,6 +12,7 @@ from lockstep.plan.membership_events import (
     Abort,
     Action,
     Change,
+    Committed,
     Died,
     Dismiss,
     End,
@@ -21,12 +22,15 @@ from lockstep.plan.membership_events import (
     Kill,
     LeaveRequested,
     PeersLost,
+    Prepare,
     Ready,
     Report,
     ScaleRequested,
     ScriptFinished,
     ScriptRaised,
+    SkipLoop,
     Spawn,
+    StageEntered,
     Stop,
     Tick,
 )
@@ -56,7 +60,14 @@ def running(size: int, policy: Policy | None = None) -> State:
     assert spawn == Spawn(tuple(range(size)))
     state, actions = play(state, *(JoinRequested(id) for id in range(size)))
     assert actions == [Form(0, tuple(range(size)))]
+    state, actions = play(state, StageEntered(0, 0))
+    assert actions == []
     return state
+
+
+def newcomer(id: int, pid: int | None = None) -> JoinRequested:
+    """It has set up, and waits at the entry of the loop that the others are in."""
+    return JoinRequested(id, pid=pid, stage=0)
 
 
 def test_the_first_generation_is_formed_when_all_have_joined() -> None:
@@ -70,7 +81,7 @@ def test_the_first_generation_is_formed_when_all_have_joined() -> None:
 def test_a_death_aborts_the_others_and_the_survivors_continue_alone() -> None:
     state, actions = play(running(3), Died(1, "SIGKILL"))
     assert actions == [Abort((0, 2), 0, "worker 1 died (SIGKILL)"), Spawn((3,))]
-    state, actions = play(state, Ready(2, 0), JoinRequested(3))
+    state, actions = play(state, Ready(2, 0), newcomer(3))
     assert actions == []
     state, actions = play(state, Ready(0, 0))
     assert actions == [Form(1, (0, 2)), Change((0, 2), 1)]  # the newcomer came during the recovery
@@ -93,14 +104,14 @@ def test_a_member_that_dies_last_to_be_ready_completes_the_recovery() -> None:
 
 
 def test_a_newcomer_waits_for_a_change_at_a_boundary() -> None:
-    state, actions = play(running(2), ScaleRequested(3), JoinRequested(2))
+    state, actions = play(running(2), ScaleRequested(3), newcomer(2))
     assert actions == [Spawn((2,)), Change((0, 1), 0)]
     state, actions = play(state, Ready(1, 0), Ready(0, 0))
     assert actions == [Form(1, (0, 1, 2))]
 
 
 def test_a_death_during_a_change_forms_from_survivors_and_changes_again() -> None:
-    state, _ = play(running(3, Policy(respawn=False)), ScaleRequested(4), JoinRequested(3), Ready(0, 0))
+    state, _ = play(running(3, Policy(respawn=False)), ScaleRequested(4), newcomer(3), Ready(0, 0))
     state, actions = play(state, Died(1, "SIGKILL"))
     assert actions == [Abort((0, 2), 0, "worker 1 died (SIGKILL)")]
     state, actions = play(state, Ready(2, 0))
@@ -129,7 +140,7 @@ def test_a_worker_that_hangs_is_killed_when_other_workers_report_it() -> None:
     assert actions[0].worker == 2
     assert isinstance(actions[1], Abort)
     state, actions = play(state, PeersLost(1, 0, (2,), hung=True, why="the same"))
-    assert [type(action) for action in actions] == [Kill]
+    assert actions == []  # it is killed once
 
 
 def test_a_worker_that_never_leaves_a_broken_generation_is_killed() -> None:
@@ -186,19 +197,19 @@ def test_respawns_are_bounded_and_backed_off() -> None:
 
 def test_people_are_told_who_joined_left_or_died_and_how_many_workers_there_are() -> None:
     state, _, _ = begin(3)
-    state, actions = play_all(state, *(JoinRequested(id, pid=100 + id) for id in range(3)))
+    state, actions = play_all(state, *(JoinRequested(id, pid=100 + id) for id in range(3)), StageEntered(0, 0))
     assert actions == [Form(0, (0, 1, 2))]
     state, actions = play_all(state, Died(1, "SIGKILL"), Ready(0, 0), Ready(2, 0))
     assert [action.text for action in actions if isinstance(action, Report)] == [
         "worker 3 starts to replace worker 1",
         "worker 1 (pid 101) died (SIGKILL); 2 workers continue, generation 1",
     ]
-    joined, actions = play_all(state, JoinRequested(3, pid=103), Ready(0, 1), Ready(2, 1))
+    joined, actions = play_all(state, newcomer(3, pid=103), Ready(0, 1), Ready(2, 1))
     assert Report("worker 3 (pid 103) joined; 3 workers, generation 2") in actions
     assert reports(joined, LeaveRequested(2), Ready(0, 2), Ready(2, 2), Ready(3, 2)) == [
         "worker 2 (pid 102) left; 2 workers continue, generation 3"
     ]
-    both = (ScaleRequested(4), JoinRequested(4), LeaveRequested(0), Ready(0, 2), Ready(2, 2), Ready(3, 2))
+    both = (ScaleRequested(4), newcomer(4), LeaveRequested(0), Ready(0, 2), Ready(2, 2), Ready(3, 2))
     assert reports(joined, *both) == ["worker 0 (pid 100) left, worker 4 joined; 3 workers, generation 3"]
 
 
@@ -212,8 +223,8 @@ def test_people_are_told_of_hung_workers_lost_connections_and_exhausted_respawns
     assert reports(running(2), lost, Ready(0, 0), Ready(1, 0)) == [
         "worker 0 lost its peers: connection reset; 2 workers continue, generation 1"
     ]
-    limit = "--max-respawns allows 0 replacements in 5 minutes"
-    assert reports(running(2, Policy(max_respawns=0)), Died(1, "SIGKILL")) == [f"worker 1 is not replaced: {limit}"]
+    limit = "worker 1 is not replaced: --max-respawns allows 0 replacements in 5 minutes"
+    assert reports(running(2, Policy(max_respawns=0)), Died(1, "SIGKILL")) == [limit]
 
 
 def test_a_worker_that_left_does_not_keep_others_from_joining_or_being_replaced() -> None:
@@ -222,7 +233,7 @@ def test_a_worker_that_left_does_not_keep_others_from_joining_or_being_replaced(
     state, _ = play(state, ScriptFinished(2), Died(2, "exit code 0", exited=True))
     _, actions = play(state, Died(1, "SIGKILL"))
     assert Spawn((3,)) in actions
-    state, actions = play(state, ScaleRequested(3), JoinRequested(3))
+    state, actions = play(state, ScaleRequested(3), newcomer(3))
     assert actions == [Spawn((3,)), Change((0, 1), 1)]
 
 
@@ -234,22 +245,31 @@ def test_whatever_happens_survivors_are_never_stuck(size: int, random: Random) -
     todo = list(actions)
     starting: list[int] = []
     owed: list[Event] = []  # what workers will report, in any order
-    number = -1
+    number, steps, stage = -1, 0, 0
     for _ in range(200):
         while todo:
             action = todo.pop(0)
             if isinstance(action, Spawn):
                 starting += action.workers
                 owed += [JoinRequested(id) for id in action.workers]
+            elif isinstance(action, Prepare):
+                assert state.generation >= 0
+                owed.append(JoinRequested(action.worker, stage=random.choice([stage, stage, max(0, stage - 1)])))
+            elif isinstance(action, SkipLoop):
+                assert action.stage < stage
+                owed.append(JoinRequested(action.worker, stage=stage))
             elif isinstance(action, (Abort, Change)):
                 owed = [e for e in owed if not isinstance(e, Ready)]
-                owed += [Ready(id, action.generation) for id in action.workers]
+                owed += [Ready(id, action.generation, steps + isinstance(action, Change)) for id in action.workers]
+                steps += isinstance(action, Change)  # they leave after a step
             elif isinstance(action, Form):
                 assert action.number == number + 1
                 number = action.number
                 assert len(set(action.members)) == len(action.members) > 0
                 assert all(state.find(id) for id in action.members)
                 owed = [e for e in owed if not isinstance(e, Ready)]
+                steps += 1
+                owed += [Committed(action.members[0], steps), StageEntered(action.members[0], stage)]
             elif isinstance(action, Dismiss):
                 owed += [Died(action.worker, "exit code 0")]
             elif isinstance(action, End):
@@ -260,6 +280,9 @@ def test_whatever_happens_survivors_are_never_stuck(size: int, random: Random) -
             event: Event = Died(random.choice(alive), "SIGKILL")
         elif random.random() < 0.05:
             event = ScaleRequested(random.randint(1, 6))
+        elif state.members and random.random() < 0.05:
+            stage += 1
+            event = StageEntered(state.members[0], stage)
         elif owed:
             event = owed.pop(random.randrange(len(owed)))
         else:
@@ -293,10 +316,27 @@ def test_if_all_members_are_late_none_is_killed_for_a_long_time() -> None:
     """The machine swaps: to kill all workers would lose the training state and help nobody."""
     state, _ = play(running(3), Died(2, "SIGKILL"))
     assert decide(state, Tick(), 100.0)[1] == ()
-    assert len(decide(state, Tick(), 301.0)[1]) == 2  # ten times --hang-timeout: the run must not hang forever
+    assert decide(state, Tick(((0, 20.0), (1, 301.0))), 299.0)[1] == ()
+    killed = decide(state, Tick(((0, 20.0), (1, 301.0))), 301.0)[1]  # ten times --hang-timeout: the run must not hang forever
+    assert [action.worker for action in killed] == [1]  # but who works may be behind the last loop
     state, _, _ = decide(state, Ready(0, 0, 5), 100.0)
     assert decide(state, Tick(), 129.0)[1] == ()
     assert [action.worker for action in decide(state, Tick(), 131.0)[1]] == [1]
+
+
+def test_a_member_that_does_not_leave_for_a_change_while_others_wait_is_killed() -> None:
+    """The worker was stopped after the last bucket of the step. The other members have left and wait for nothing else from it."""
+    state, _ = play(running(3), StageEntered(0, 0), ScaleRequested(4), JoinRequested(3), JoinRequested(3, stage=0))
+    assert state.changing
+    assert decide(state, Tick(), 1000.0)[1] == ()  # no member has left yet: a step may take long
+    state, _, _ = decide(state, Ready(0, 0, 5), 1000.0)
+    state, _, _ = decide(state, Ready(2, 0, 5), 1010.0)
+    assert decide(state, Tick(), 1039.0)[1] == ()
+    state, actions, _ = decide(state, Tick(), 1041.0)
+    assert [action.worker for action in actions if isinstance(action, Kill)] == [1]
+    assert decide(state, Tick(), 1042.0)[1] == ()
+    state, actions, _ = decide(state, Died(1, "SIGKILL"), 1043.0)
+    assert Form(1, (0, 2)) in actions
 
 
 def test_if_all_workers_want_to_leave_they_are_stopped_together() -> None:
@@ -312,3 +352,178 @@ def test_if_all_workers_want_to_leave_they_are_stopped_together() -> None:
         state, ScriptFinished(0), ScriptFinished(1), Died(0, "exit code 0", exited=True), Died(1, "exit code 0", exited=True)
     )
     assert actions[-1] == End(0, "all workers have finished")
+
+
+# -- newcomers -------------------------------------------------------------------------------------
+
+
+def test_a_newcomer_prepares_and_is_taken_in_where_the_others_are() -> None:
+    state, actions = play(running(2), ScaleRequested(3), JoinRequested(2))
+    assert actions == [Spawn((2,)), Prepare(2, 2)]
+    state, _ = play(state, StageEntered(0, 1))
+    state, actions = play(state, JoinRequested(2, stage=0))
+    assert actions == [SkipLoop(2, 0)]
+    early, actions = play(state, JoinRequested(2, stage=2))  # it is ahead: the others have not come to that loop
+    assert actions == []
+    _, actions = play(early, StageEntered(0, 2))
+    assert actions == [Change((0, 1), 0)]
+    state, actions = play(state, JoinRequested(2, stage=1))
+    assert actions == [Change((0, 1), 0)]
+    _, actions = play(state, StageEntered(0, 2))  # the others enter the next loop before they have left the generation
+    assert actions == [SkipLoop(2, 1)]
+    state, actions = play(state, Ready(0, 0, 3), Ready(1, 0, 3))
+    assert actions == [Form(1, (0, 1, 2))]
+
+
+def test_only_a_member_says_which_loop_the_run_is_in_and_it_never_goes_back() -> None:
+    state, _ = play(running(2), StageEntered(0, 3), ScaleRequested(3), JoinRequested(2), StageEntered(2, 7), StageEntered(1, 2))
+    assert state.stage == 3
+
+
+def test_a_newcomer_that_sets_up_holds_nobody_up_and_its_death_is_replaced() -> None:
+    state, _ = play(running(2, Policy(hang_timeout_s=5)), Died(1, "SIGKILL"), Ready(0, 0), JoinRequested(2))
+    assert decide(state, Tick(((2, 1000.0),)), 1000.0)[1] == ()
+    _, actions = play(state, Died(2, "SIGKILL"))
+    assert actions == [Spawn((3,))]
+    _, actions = play(state, Ready(0, 1))
+    assert actions == [Form(2, (0,))]
+
+
+def test_a_newcomer_whose_script_ends_early_does_not_end_the_run() -> None:
+    state, _ = play(running(2), ScaleRequested(3), JoinRequested(2), ScriptFinished(2), Died(2, "exit code 0", exited=True))
+    _, actions = play(state, ScaleRequested(3), JoinRequested(3))
+    assert actions == [Spawn((3,)), Prepare(3, 2)]
+
+
+# -- the hang timeout ------------------------------------------------------------------------------
+
+
+def test_a_member_that_does_not_leave_while_others_have_left_is_killed_though_nothing_is_broken() -> None:
+    state, _ = play(running(3, Policy(hang_timeout_s=5)), ScaleRequested(4), newcomer(3))
+    assert decide(state, Tick(), 1000.0)[1] == ()  # they are in a step
+    state, _ = play(state, Ready(0, 0, 7), Ready(2, 0, 7), now=100.0)
+    assert decide(state, Tick(), 104.0)[1] == ()
+    state, actions = play(state, Tick(), now=106.0)
+    (action,) = actions
+    assert isinstance(action, Kill)
+    assert action.worker == 1
+    assert action.why == (
+        "it did not leave generation 0 within 5 s, while 2 of 3 members waited for the next one; "
+        "it was in generation 0 after 7 committed steps. --hang-timeout raises the limit"
+    )
+    assert decide(state, Tick(), 120.0)[1] == ()  # killed once
+    _, actions = play(state, Died(1, "SIGKILL"), now=107.0)
+    assert Form(1, (0, 2)) in actions
+
+
+def test_behind_the_last_loop_idle_workers_are_killed_and_those_that_work_are_not() -> None:
+    state, _ = play(running(3, Policy(hang_timeout_s=10)), ScriptFinished(0))
+    assert decide(state, Tick(((0, 0.0), (1, 12.0), (2, 3.0))), 50.0)[1] == ()
+    _, (action,), _ = decide(state, Tick(((0, 0.0), (1, 13.0), (2, 3.0))), 50.0)
+    assert isinstance(action, Kill)
+    assert action.worker == 1
+    assert "used no CPU time for 12.5 s" in action.why
+    _, actions, _ = decide(state, Tick(((0, 13.0), (1, 13.0))), 50.0)  # worker 1 may wait for worker 0, which hangs at exit
+    assert [action.worker for action in actions] == [0]
+    assert decide(running(2), Tick(((0, 1000.0),)), 50.0)[1] == ()  # nobody has finished
+
+
+def test_workers_without_a_run_are_watched_too_once_others_have_finished() -> None:
+    state, _, _ = begin(2, Policy(hang_timeout_s=10))
+    state, _ = play(state, ScriptFinished(0), Died(0, "exit code 0", exited=True))
+    _, actions, _ = decide(state, Tick(((1, 13.0),)), 50.0)
+    assert [action.worker for action in actions] == [1]
+
+
+# -- recovery without progress, and how a run ends -------------------------------------------------
+
+
+def lose(state: State, step: int) -> tuple[State, list[Action]]:
+    """Both members lose each other in the current generation, after so many committed steps."""
+    number = state.generation
+    lost = [PeersLost(0, number, why="rank 1 sent 3 bytes"), PeersLost(1, number, why="rank 0 sent 4 bytes")]
+    return play(state, *lost, Ready(0, number, step), Ready(1, number, step))
+
+
+def test_generations_without_a_commit_a_death_or_a_join_are_bounded() -> None:
+    state = running(2)
+    for number in range(1, 4):
+        state, actions = lose(state, 0)
+        assert actions[-1] == Form(number, (0, 1))
+    end = lose(state, 0)[1][-1]
+    assert isinstance(end, End)
+    assert end.code == 1
+    assert "generations 0 to 3 ended without a committed step" in end.why
+    assert "worker 0: rank 1 sent 3 bytes; worker 1: rank 0 sent 4 bytes" in end.why
+    for step in range(1, 10):  # with a commit in each there is no bound
+        state, actions = lose(state, step)
+        assert isinstance(actions[-1], Form)
+
+
+def test_replacements_that_never_reach_a_commit_are_bounded_by_number() -> None:
+    """However far apart they die: the window of time does not help."""
+    state = running(2, Policy(max_respawns=3))
+    now, worker, spawned = 0.0, 1, 0
+    for _ in range(10):
+        state, actions = play_all(state, Died(worker, "SIGKILL"), now=now)
+        starts = [action for action in actions if isinstance(action, Spawn)]
+        if not starts:
+            break
+        spawned += 1
+        (worker,) = starts[0].workers
+        now += 1000.0
+        state, _ = play(state, Ready(0, state.generation, spawned), Committed(0, spawned + 1), JoinRequested(worker), now=now)
+    assert spawned == 3
+    limit = "3 replacements in a row died before they took part in a step (--max-respawns)"
+    assert Report(f"worker 4 is not replaced: {limit}") in actions
+
+
+def test_a_replacement_that_took_part_in_a_step_counts_as_a_success() -> None:
+    state = running(2, Policy(max_respawns=1))
+    now = 0.0
+    for worker in range(1, 6):
+        state, actions = play(state, Died(worker, "SIGKILL"), now=now)
+        assert Spawn((worker + 1,)) in actions
+        now += 1000.0
+        state, _ = play(
+            state, Ready(0, state.generation, worker), newcomer(worker + 1), Ready(0, state.generation + 1, worker), now=now
+        )
+        assert state.members == (0, worker + 1)
+        state, _ = play(state, Committed(0, worker + 1), now=now)
+
+
+def test_workers_that_were_told_to_leave_and_are_killed_first_are_no_success() -> None:
+    _, actions = play(running(2), LeaveRequested(0), LeaveRequested(1), Died(0, "SIGKILL"), Died(1, "SIGKILL"))
+    assert isinstance(actions[-1], End)
+    assert actions[-1].code == 1
+
+
+def test_a_worker_that_dies_when_others_have_finished_is_no_success() -> None:
+    _, actions = play(running(2), ScriptFinished(1), Died(1, "exit code 0", exited=True), Died(0, "SIGKILL"))
+    assert isinstance(actions[-1], End)
+    assert actions[-1].code == 1
+    _, actions = play(running(2), Died(0, "SIGKILL"), ScriptFinished(1), Died(1, "exit code 0", exited=True))
+    assert isinstance(actions[-1], End)
+    assert actions[-1].code == 1
+    assert "worker 0 died (SIGKILL) before the end of the script" in actions[-1].why
+    recovered, _ = play(running(2), Died(0, "SIGKILL"), Ready(1, 0, 3))  # the other worker repeats the step
+    _, actions = play(recovered, ScriptFinished(1), Died(1, "exit code 0", exited=True))
+    assert actions[-1] == End(0, "all workers have finished")
+
+
+def test_the_same_error_at_the_same_place_ends_the_run_at_whatever_steps() -> None:
+    first = ScriptRaised(1, 3, "ValueError: bad value on rank 1", "ValueError at train.py:7")
+    state, actions = play(running(3), first, Died(1, "exit code 1", exited=True), Ready(0, 0, 3), Ready(2, 0, 3))
+    assert not any(isinstance(action, End) for action in actions)
+    _, actions = play(state, ScriptRaised(2, 9, "ValueError: other", "ValueError at train.py:7"))
+    assert not any(isinstance(action, End) for action in actions)
+    _, actions = play(state, ScriptRaised(3, -1, "ValueError: bad value on rank 2", "ValueError at train.py:7"))
+    assert isinstance(actions[0], End)
+    assert "train.py:7 on more than one worker: ValueError: bad value on rank 2" in actions[0].why
+
+
+def test_workers_that_were_not_replaced_are_named_at_the_end() -> None:
+    state, _ = play(running(2, Policy(max_respawns=0)), Died(1, "SIGKILL"), Ready(0, 0), ScriptFinished(0))
+    _, actions = play(state, Died(0, "exit code 0", exited=True))
+    note = "worker 1 is not replaced: --max-respawns allows 0 replacements in 5 minutes"
+    assert actions == [End(0, "all workers have finished", (note,))]

@@ -1,4 +1,4 @@
-"""World.detect() reads each launcher's variables, and says what is wrong with half-set ones."""
+"""World.detect() reads the variables of each launcher, and lists those that are missing or contradict each other."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_lone_process() -> None:
 def test_torchrun() -> None:
     world = World.detect(TORCHRUN)
     assert (world.rank, world.size, world.local_rank, world.local_size) == (5, 8, 1, 4)
-    assert (world.source, world.rendezvous, world.spans_machines) == ("torchrun", "tcp://10.0.0.1:29500", True)
+    assert (world.source, world.rendezvous) == ("torchrun", "tcp://10.0.0.1:29500")
     assert World.detect({**TORCHRUN, "RANK": "0", "LOCAL_RANK": "0"}).hosts_store
     agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "2", "TORCHELASTIC_RUN_ID": "r"}
     world = World.detect({**TORCHRUN, "RANK": "0", "LOCAL_RANK": "0", **agent})
@@ -102,7 +102,7 @@ def test_lockstep_variables_win() -> None:
         ({"LOCKSTEP_RANK": "0", "LOCKSTEP_SIZE": "2", "LOCKSTEP_STORE": "http://x"}, ["http://x"]),
     ],
 )
-def test_half_set_or_contradictory_variables_are_listed(env: dict[str, str], words: list[str]) -> None:
+def test_missing_or_contradictory_variables_are_listed(env: dict[str, str], words: list[str]) -> None:
     with pytest.raises(UsageError) as caught:
         World.detect(env)
     for word in words:

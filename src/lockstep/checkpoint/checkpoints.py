@@ -76,6 +76,8 @@ class CheckpointCallbacks:
     """Returns the last step, up to this one, at which replicas were known to be equal. Called on rank 0, in a background thread."""
     resumed: Callable[[int], None] = lambda step: None
     """A checkpoint of this step was loaded. Called on every rank."""
+    complete_state: Callable[[], None] = lambda: None
+    """Exchanges what only some workers know of the state. A collective, called on every rank before the state is captured."""
 
 
 class Checkpoints:
@@ -193,7 +195,7 @@ class Checkpoints:
             return save
         if self._state is State.WRITING:
             return WROTE if self._latest.is_written else 0
-        return save | (PUBLISHED if self._latest.is_published else 0)
+        return save | (PUBLISHED if self._latest.has_publication_ended else 0)
 
     def is_due(self, now: StepEnd) -> bool:
         """Return whether the workers must call ``perform`` at the end of this step. Called after every step."""
@@ -279,6 +281,7 @@ class Checkpoints:
         if self._resumed_from is not None and self._resumed_from.manifest.step < step:
             self._resumed_from = None
         identity = self._ownership.identity or self._ownership.agree()
+        self._callbacks.complete_state()
         self._latest = CheckpointInFlight(step, identity, self._run_state, self._comm(), self._snapshot, self._retention)
         self._enter(State.WRITING)
         self._schedule.begun(step)

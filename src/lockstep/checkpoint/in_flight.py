@@ -9,6 +9,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from lockstep.observe.notice import print_notice
 
 
 class CheckpointInFlight:
-    """All workers must construct it after the same step. Training waits for the copy of the state; writing is in the background."""
+    """All workers must construct it after the same step. Returns when the state is copied, and writes it in the background."""
 
     def __init__(
         self, step: int, identity: RunIdentity, state: Stateful, comm: Comm, snapshot: Snapshot, retention: Retention
@@ -51,8 +52,8 @@ class CheckpointInFlight:
         return self._writer.wait(0)
 
     @property
-    def is_published(self) -> bool:
-        """On rank 0, whether the publication has ended, by success or by failure. False on the other ranks."""
+    def has_publication_ended(self) -> bool:
+        """Whether rank 0 has published the checkpoint, or has failed to. Always False on the other ranks."""
         return self._publication is not None and self._publication.wait(0)
 
     def wait(self, timeout_s: float) -> bool:
@@ -65,7 +66,7 @@ class CheckpointInFlight:
         return self._publication is not None and not self._publication.wait(0)
 
     def wait_for_publication(self) -> None:
-        """Returns at once on the other ranks than 0."""
+        """Only rank 0 has something to wait for."""
         if self._publication is not None:
             self._publication.wait()
 
@@ -84,11 +85,8 @@ class CheckpointInFlight:
         if failures:
             self.fail(failures[0])
         if self._comm.rank == 0:
-            if failures:
-                self._publication = BackgroundTask(lambda: self._storage.remove(self.folder), "remove", finish_at_exit=True)
-            else:
-                manifest = self._manifest(parts)
-                self._publication = BackgroundTask(lambda: publish(manifest), "publish", finish_at_exit=True)
+            action = partial(self._storage.remove, self.folder) if failures else partial(publish, self._manifest(parts))
+            self._publication = BackgroundTask(action, "publish", finish_at_exit=True)
         return not failures
 
     def fail(self, why: str) -> None:

@@ -122,7 +122,7 @@ class Manifest:
             if math.prod(max(1, extent) for extent in tensor.shape) >= 1 << 60:
                 raise ValueError(f"tensor {tensor.name!r} has too many elements")
             if not _are_counts(tensor.begin) or tensor.begin + tensor.bytes > self.files[tensor.file].bytes:
-                raise ValueError(f"tensor {tensor.name!r} lies outside its file")
+                raise ValueError(f"tensor {tensor.name!r} is outside its file")
         if sum(tensor.bytes for tensor in self.tensors) > sum(file.bytes for file in self.files.values()):
             raise ValueError("the tensors have more bytes than the files")
         if not _are_counts(self.step, self.workers, *self.model.values()) or any(

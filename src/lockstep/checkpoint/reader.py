@@ -67,7 +67,7 @@ def read_newest(
     if damages:
         raise UsageError(
             f"every checkpoint in {retention.storage.url} is damaged. The newest: {damages[0]}. "
-            "Restore one of them from a copy, or pass another folder to checkpoint= to start from the beginning."
+            "Restore one of them from a copy, or pass another checkpoint folder to start from the beginning."
         )
     return None
 
@@ -129,14 +129,14 @@ def require_fit(manifest: Manifest, weights: Mapping[str, Tensor], settings: Map
         if saved.get(name) != here.get(name):
             raise UsageError(
                 f"the checkpoint {where} is of another model: {name} {saved.get(name, 'is missing')} in the checkpoint, and "
-                f"{here.get(name, 'is missing')} in this model. Build the saved model, or pass another folder to checkpoint=."
+                f"{here.get(name, 'is missing')} in this model. Build the model that was saved, or pass another checkpoint folder."
             )
     for name, value in settings.items():
         before = manifest.settings.get(name)
         if before != value:
             raise UsageError(
                 f"the checkpoint {where} was made with {name}={before!r}, this run has {name}={value!r}: the result would be that "
-                f"of neither run. Pass {name}={before!r}, or another folder to checkpoint=."
+                f"of neither run. Pass {name}={before!r}, or another checkpoint folder."
             )
 
 

@@ -10,7 +10,7 @@ from lockstep.plan.step_end import StepEnd
 
 
 class Schedule:
-    """A checkpoint is due after an interval, on ``run.save()``, before the run stops, and after one was abandoned."""
+    """A checkpoint is due after each interval, on ``run.save()``, before the run stops, and after a checkpoint was abandoned."""
 
     def __init__(self, interval: Interval) -> None:
         self._interval = interval
@@ -20,6 +20,7 @@ class Schedule:
         self.is_requested = False
         """Whether a checkpoint was requested for the end of this step, on every worker alike."""
         self._must_repeat = False
+        """Whether a checkpoint was abandoned, and none was begun since."""
 
     def is_due(self, now: StepEnd) -> bool:
         """Return whether a checkpoint is due at the end of this step: the same answer on every worker."""

@@ -2,8 +2,11 @@
 
 Contains no transport. Every implementation passes tests/contract and keeps these rules:
 
-- All ranks issue the same operations in the same order. ``what`` names an operation in error messages; it is a noun phrase that
-  completes "rank 2 never sent ...", for example "bucket 3 of step 41".
+- All ranks issue the same operations in the same order. ``what`` names an operation; it is a noun phrase that completes "rank 2
+  never sent ...", for example "bucket 3 of step 41". The same operation has the same ``what`` on every rank.
+- If ranks issue different operations, every rank raises the same ``UsageError``, which says what each rank is in. An ``all_gather``
+  or a ``barrier`` compares ``what`` and the size before the data is used. Other operations that wait for each other are found
+  after about a second.
 - An operation returns a ``Pending`` at once. The tensor belongs to the comm until ``Pending.wait`` returns.
 - If another worker fails, ``wait`` (or the next operation) raises ``PeerError`` on every rank.
 - ``abort`` may be called from any thread and ends every pending wait at once. ``close`` may be called twice.
@@ -73,7 +76,7 @@ class Comm(Protocol):
         """Overwrite a contiguous tensor with the tensor of rank ``source``."""
 
     def all_gather(self, output: Tensor, tensor: Tensor, what: str) -> Pending:
-        """Copy every rank's ``tensor`` into ``output``, whose first dimension is ``size``."""
+        """Copy every rank's ``tensor`` into ``output``, which is contiguous and whose first dimension is ``size``."""
 
     def barrier(self, what: str = "a barrier") -> None:
         """Block until every rank has called it."""

@@ -1,11 +1,15 @@
-"""Decides which ranks made a wait fail, and words the error. Pure: knows no store, no clock and no thread."""
+"""Decides why a wait failed, and words the error. Pure: knows no store, no clock and no thread.
+
+Two kinds of failure: a rank did not send (``PeerError``, which a run recovers from), or the ranks made different calls
+(``UsageError``, which is the script's fault and would come again).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from lockstep.errors import PeerError
+from lockstep.errors import PeerError, UsageError
 
 FINISHED = "finished"
 
@@ -19,6 +23,20 @@ class Status:
     at: str
     ended: str = ""
     """How the rank ended: empty while it runs, ``FINISHED``, or the exception that ended it."""
+    place: str = ""
+    """Where the script of the rank is, for example "run.evaluate(...) at train.py:41"; empty if not known."""
+    first: int = 1
+    names: Sequence[str] = ()
+    """The names of some operations of the rank in order; ``first`` is the number of the first of them."""
+
+    def name_of(self, number: int) -> str | None:
+        """The name of operation ``number``; None if it is not among ``names``."""
+        at = number - self.first
+        return self.names[at] if 0 <= at < len(self.names) else None
+
+
+class DifferentCalls(RuntimeError):
+    """Raised by a transport that sees that the ranks are in different operations, or send different amounts of data."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +49,8 @@ class FailedWait:
     waited_s: float
     cause: str
     """The transport's error; empty if the timeout passed without one."""
+    differs: bool = False
+    """Whether the transport raised ``DifferentCalls``."""
 
 
 def blame(failed: FailedWait, statuses: Mapping[int, Status], size: int, rank: int) -> PeerError:
@@ -46,6 +66,55 @@ def blame(failed: FailedWait, statuses: Mapping[int, Status], size: int, rank: i
     if failed.cause:
         sentences.append(f"({failed.cause})")
     return PeerError(" ".join(sentences), behind, hung=not failed.cause)
+
+
+def first_difference(statuses: Mapping[int, Status]) -> int:
+    """The smallest number of an operation that has different names on two ranks; 0 if no name differs.
+
+    All ranks issue the same operations in the same order, so equal numbers must have equal names. How far the ranks have come does
+    not matter: a name that was published once stays true.
+    """
+    numbers = sorted({status.first + at for status in statuses.values() for at in range(len(status.names))})
+    for number in numbers:
+        if len({status.name_of(number) for status in statuses.values()} - {None}) > 1:
+            return number
+    return 0
+
+
+def different_calls(failed: FailedWait, statuses: Mapping[int, Status], size: int) -> UsageError | None:
+    """Return the error that names each rank's call if the ranks made different calls; None if they did not."""
+    number = first_difference(statuses)
+    if not number and not failed.differs:
+        return None
+    if not number and len(statuses) == size:
+        places = sorted({status.place for status in statuses.values() if status.place})
+        where = f" ({'; '.join(places)})" if places else ""
+        return UsageError(
+            f"the workers sent different amounts of data as {failed.what}{where}. Pass data of the same number and kind on every "
+            "worker."
+        )
+    calls: dict[str, list[int]] = {}
+    for rank in range(size):
+        calls.setdefault(_call_of(statuses.get(rank), number), []).append(rank)
+    each = "; ".join(f"{name_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} {call}" for call, ranks in calls.items())
+    return UsageError(
+        f"the workers are in different calls: {each}. All workers must make the same calls in the same order: look for a call that "
+        "only some workers reach (behind an `if`, a `break` or an `except`), and let all workers make it."
+    )
+
+
+def again(error: PeerError | UsageError) -> PeerError | UsageError:
+    """Return an equal exception without a traceback, so that the same failure can be raised in several places."""
+    return error.copy() if isinstance(error, PeerError) else UsageError(str(error))
+
+
+def _call_of(status: Status | None, number: int) -> str:
+    """Completes "rank 2 is ..."."""
+    if status is None:
+        return "in an unknown call (it does not answer)"
+    place = f" ({status.place})" if status.place else ""
+    name = status.name_of(number)
+    return f"in {name}{place}" if name is not None else f"not there yet: it was last in {status.what}{place}"
 
 
 def never_sent(failed: FailedWait, missing: Sequence[int], sent: Sequence[int]) -> str:

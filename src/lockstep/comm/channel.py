@@ -8,15 +8,15 @@ Operations use the channel one at a time, in the order in which they were issued
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.comm.blame import DifferentCalls
 from lockstep.comm.counters import PlainCounters
-from lockstep.comm.operation import OpGenerator
+from lockstep.comm.operation import OpGenerator, tag_of
 from lockstep.comm.segment import Segment, SegmentError
 from lockstep.comm.shared_bucket import PAGE_BYTES, round_up
 
@@ -45,7 +45,7 @@ class Channel:
 
     def exchange(
         self,
-        kind: str,
+        what: str,
         nbytes: int,
         write: Callable[[int, Tensor], None],
         read: Callable[[int, int], None],
@@ -53,9 +53,10 @@ class Channel:
     ) -> OpGenerator:
         """For each chunk, ``write(offset, slot)`` fills this rank's slot, then ``read(offset, length)`` may read all slots.
 
-        Raises ``RuntimeError`` if ``kind`` or ``nbytes`` differ between the ranks.
+        Raises ``DifferentCalls`` if ``what`` (kind and name of the operation) or ``nbytes`` differ between the ranks, before
+        anything is read.
         """
-        tag = zlib.crc32(kind.encode()) << 24 ^ nbytes
+        tag = tag_of(what, nbytes)
         for offset in range(0, max(1, nbytes), chunk_bytes):
             self._chunk += 1
             chunk = self._chunk
@@ -68,7 +69,7 @@ class Channel:
             while not self._written.reached(chunk):
                 yield
             if any(other != tag for other in self._tags.tolist()):
-                raise RuntimeError("the ranks called different operations, or passed tensors of different sizes")
+                raise DifferentCalls("the ranks called different operations, or passed tensors of different sizes")
             read(offset, length)
             self._read.publish(self._rank, chunk)
 

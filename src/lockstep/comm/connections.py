@@ -1,4 +1,4 @@
-"""Cuts the connections of gloo groups, which torch has no call for.
+"""Finds the sockets of gloo groups, and cuts their connections, which torch has no call for.
 
 ``pg.abort()`` and ``pg.shutdown()`` do not end a pending gloo wait; shutting down the group's sockets ends it within milliseconds.
 We find the sockets by the descriptors that appear while the group is built. We keep duplicates of them, so that a descriptor number
@@ -35,13 +35,11 @@ class Connections:
                     self._keep(fd)
 
     def _keep(self, fd: int) -> None:
+        sock = _duplicate(fd)
+        if sock is None:
+            return
         try:
-            sock = socket.socket(fileno=os.dup(fd))
-        except OSError:
-            return  # closed between listing and duplicating
-        try:
-            listening = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-            connected = not listening and sock.getpeername() is not None
+            connected = not _listens(sock) and sock.getpeername() is not None
         except OSError:
             connected = False
         if connected:  # shutting down the listening socket would end the process with an uncaught C++ exception
@@ -63,6 +61,32 @@ class Connections:
             for sock in self._sockets:
                 sock.close()
             self._sockets = []
+
+
+@contextmanager
+def new_listeners() -> Iterator[list[socket.socket]]:
+    """Around calls that open listening sockets: afterwards the list contains duplicates of them, which the caller closes."""
+    found: list[socket.socket] = []
+    before = _open_sockets()
+    yield found
+    for inode, fd in _open_sockets().items():
+        sock = _duplicate(fd) if inode not in before else None
+        if sock is not None and _listens(sock):
+            found.append(sock)
+        elif sock is not None:
+            sock.close()
+
+
+def _duplicate(fd: int) -> socket.socket | None:
+    """None if the descriptor was closed between listing and duplicating, or is no socket any more."""
+    try:
+        return socket.socket(fileno=os.dup(fd))
+    except OSError:
+        return None
+
+
+def _listens(sock: socket.socket) -> bool:
+    return bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
 def _open_sockets() -> dict[int, int]:

@@ -21,19 +21,30 @@ Row = Sequence[str]
 """One line of a comparison: kind, name, value. For example "parameter", "body.weight", "shape [3, 4], ..."."""
 
 MESSAGE_BYTES = 64 << 20
+_SHORT_BYTES = 248
+"""Payloads up to this length travel together with their lengths: one operation instead of two."""
 
 
 def gather_bytes(comm: Comm, payload: bytes, what: str) -> list[bytes]:
-    """Return every rank's payload, by rank. Lengths may differ. Payloads are never unpickled."""
-    lengths = torch.zeros(comm.size, 1, dtype=torch.int64)
-    comm.all_gather(lengths, torch.tensor([len(payload)]), f"{what} (its length)").wait()
-    longest = max(1, int(lengths.max()))
-    mine = torch.zeros(longest, dtype=torch.uint8)
-    if payload:
-        mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-    everyone = torch.zeros(comm.size, longest, dtype=torch.uint8)
-    comm.all_gather(everyone, mine, what).wait()
-    return [ctypes.string_at(everyone[r].data_ptr(), int(lengths[r, 0])) for r in range(comm.size)]
+    """Return every rank's payload, by rank. Lengths may differ. Payloads are never unpickled.
+
+    Raises:
+        UsageError: On every rank, if a rank is in another call: an ``all_gather`` compares ``what`` before its data is used.
+    """
+    first = len(payload).to_bytes(8, "little") + payload[:_SHORT_BYTES].ljust(_SHORT_BYTES, b"\0")
+    heads = _gather_equal(comm, first, what)
+    lengths = [int.from_bytes(head[:8], "little") for head in heads]
+    longest, rests = max(lengths) - _SHORT_BYTES, [b""] * comm.size
+    if longest > 0:
+        rests = _gather_equal(comm, payload[_SHORT_BYTES:].ljust(longest, b"\0"), f"{what} (its rest)")
+    return [(head[8:] + rest)[:length] for head, rest, length in zip(heads, rests, lengths, strict=True)]
+
+
+def _gather_equal(comm: Comm, payload: bytes, what: str) -> list[bytes]:
+    """Return every rank's payload; all have the same length."""
+    everyone = torch.empty(comm.size, len(payload), dtype=torch.uint8)
+    comm.all_gather(everyone, torch.frombuffer(bytearray(payload), dtype=torch.uint8), what).wait()
+    return [ctypes.string_at(everyone[r].data_ptr(), len(payload)) for r in range(comm.size)]
 
 
 class Broadcast:
@@ -60,9 +71,14 @@ class Broadcast:
 
 
 def broadcast_in_place(comm: Comm, tensors: Sequence[Tensor], source: int, what: str) -> None:
-    """Overwrite ``tensors`` with those of rank ``source``, one message at a time, so that little extra memory is needed."""
+    """Overwrite ``tensors`` with those of rank ``source``, one message at a time, so that little extra memory is needed.
+
+    Raises:
+        UsageError: On every rank, if a rank is in another call.
+    """
     if comm.size == 1:
         return
+    comm.barrier(what)  # compares ``what``, which a broadcast cannot
     with torch.no_grad():
         for group in _group_into_messages(tensors):
             Broadcast(comm, group, source, what).finish(Tensor.copy_)
@@ -100,10 +116,11 @@ def require_equal(comm: Comm, rows: Sequence[Row], differ: str, remedy: str) -> 
     if comm.size == 1:
         return
     text = json.dumps(rows).encode()
-    digests = gather_bytes(comm, hashlib.sha256(text).digest(), "the digest that all ranks compare")
+    check = f"the check whether ranks {differ}"
+    digests = gather_bytes(comm, hashlib.sha256(text).digest(), check)
     if len(set(digests)) == 1:
         return
-    everyone = [json.loads(each) for each in gather_bytes(comm, text, "the values that all ranks compare")]
+    everyone = [json.loads(each) for each in gather_bytes(comm, text, f"{check} (in detail)")]
     raise UsageError(f"{_describe_difference(everyone, differ)}. {remedy}")
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lockstep.comm.base import Op, Pending
-from lockstep.comm.blame import FailedWait, never_sent
+from lockstep.comm.blame import FailedWait, again, name_ranks, never_sent
 from lockstep.comm.fold import check_fold, fold_values, reduction, rows_of, values_of
 from lockstep.errors import InvariantError, PeerError, UsageError
 from lockstep.plan.tree import Fold
@@ -34,7 +34,7 @@ class _Collective:
     done: bool = False
 
     def matches(self, other: _Collective) -> bool:
-        mine, theirs = ((c.kind, c.source, c.fold, c.scale) for c in (self, other))
+        mine, theirs = ((c.kind, c.what, c.source, c.fold, c.scale) for c in (self, other))
         return mine == theirs
 
     def perform(self, size: int) -> None:
@@ -66,7 +66,7 @@ class LoopbackGroup:
         self.timeout_s = timeout_s
         self.changed = threading.Condition()
         self.collectives: dict[int, _Collective] = {}
-        self.error: PeerError | None = None
+        self.error: PeerError | UsageError | None = None
         self.faults: dict[int, int] = {}
 
     def fail(self, rank: int, at: int) -> LoopbackGroup:
@@ -74,7 +74,7 @@ class LoopbackGroup:
         self.faults[rank] = at
         return self
 
-    def fail_with(self, error: PeerError) -> None:
+    def fail_with(self, error: PeerError | UsageError) -> None:
         """End every wait with ``error``, unless the group has failed before."""
         with self.changed:
             self.error = self.error or error
@@ -85,10 +85,10 @@ class LoopbackGroup:
         with self.changed:
             collective = self.collectives.setdefault(index, mine)
             if not collective.matches(mine):
-                error = PeerError(
-                    f"rank {rank} called {mine.what!r} ({mine.kind}), but other ranks called {collective.what!r} "
-                    f"({collective.kind}). Issue the same operations in the same order on all ranks.",
-                    (rank,),
+                error = UsageError(
+                    f"the workers are in different calls: rank {rank} is in {mine.what} ({mine.kind}); "
+                    f"{name_ranks(sorted(collective.tensors))} called {collective.what} ({collective.kind}). All workers must make "
+                    "the same calls in the same order."
                 )
                 self.fail_with(error)
                 raise error
@@ -120,7 +120,7 @@ class _LoopbackPending:
                 message = never_sent(failed, missing, sorted(self._collective.tensors))
                 self._group.fail_with(PeerError(message, missing, hung=True))
             assert self._group.error is not None
-            raise self._group.error.copy()
+            raise again(self._group.error)
 
     def done(self) -> bool:
         return self._collective.done
@@ -165,7 +165,7 @@ class Loopback:
         if self._closed:
             raise UsageError(f"rank {self.rank} used its comm for {collective.what} after closing it.")
         if self.group.error is not None:
-            raise self.group.error.copy()
+            raise again(self.group.error)
         index = self._operations
         self._operations += 1
         if self.group.faults.get(self.rank) == index:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +44,7 @@ class Rendezvous:
     rank: int
     size: int
     timeout_s: float
+    place: Callable[[], str]
     machine: str = ""
     group: Any = None
     local_size: int = 0
@@ -57,6 +59,7 @@ def open_comm(
     kind: str | None = None,
     need_bytes: int = 0,
     store: dist.Store | None = None,
+    place: Callable[[], str] = lambda: "",
 ) -> Comm:
     """Open a comm for tensors on ``device``. All ranks must call it, in the same order.
 
@@ -69,6 +72,8 @@ def open_comm(
         kind: One of ``lockstep.world.COMMS``; by default what ``LOCKSTEP_COMM`` says.
         need_bytes: How many bytes the buckets of one rank will need.
         store: The store at ``world.rendezvous``, if the caller has opened it.
+        place: Returns where the script is now, for example "run.evaluate(...) at train.py:41, step 12 of loop 0". The error of
+            workers that make different calls shows it. Any thread may call it.
 
     Raises:
         UsageError: The kind cannot carry these tensors, or cannot connect these workers.
@@ -76,9 +81,9 @@ def open_comm(
     """
     kind = require_comm(kind, "comm") if kind is not None else requested_comm()
     if world is None and (group is not None or (dist.is_available() and dist.is_initialized())):
-        rendezvous: Rendezvous | None = _group_rendezvous(group, timeout_s)
+        rendezvous: Rendezvous | None = _group_rendezvous(group, timeout_s, place)
     else:
-        rendezvous = _world_rendezvous(world or World.detect(), timeout_s, store)
+        rendezvous = _world_rendezvous(world or World.detect(), timeout_s, store, place)
     if rendezvous is None or (rendezvous.size == 1 and device.type == "cpu"):
         return loopback(1, timeout_s)[0]
     if device.type == "cuda":
@@ -86,7 +91,7 @@ def open_comm(
     if kind == "nccl":
         raise UsageError(f"nccl carries CUDA tensors only, and this model is on {device}. Choose shm, twolevel or gloo.")
     if kind == "gloo":
-        return TorchGroup(rendezvous.store, rendezvous.rank, rendezvous.size, timeout_s=timeout_s)
+        return TorchGroup(rendezvous.store, rendezvous.rank, rendezvous.size, timeout_s=timeout_s, place=place)
     return _open_host(rendezvous, kind, need_bytes)
 
 
@@ -100,22 +105,29 @@ def _open_cuda(rendezvous: Rendezvous, device: torch.device, kind: str) -> Comm:
     elif kind != "gloo" and group is None and (kind == "nccl" or rendezvous.local_size <= torch.cuda.device_count()):
         carrier = "nccl"
     return TorchGroup(
-        rendezvous.store, rendezvous.rank, rendezvous.size, timeout_s=rendezvous.timeout_s, cuda=carrier, device=device
+        rendezvous.store,
+        rendezvous.rank,
+        rendezvous.size,
+        timeout_s=rendezvous.timeout_s,
+        cuda=carrier,
+        device=device,
+        place=rendezvous.place,
     )
 
 
 def _open_host(rendezvous: Rendezvous, kind: str, need_bytes: int) -> Comm:
     store, rank, size, timeout_s = rendezvous.store, rendezvous.rank, rendezvous.size, rendezvous.timeout_s
+    place = rendezvous.place
     workers = Counter(machines := _machines(rendezvous))
     if kind == "auto" and (max(workers.values()) == 1 or not segment.supported()):
-        return TorchGroup(store, rank, size, timeout_s=timeout_s)
+        return TorchGroup(store, rank, size, timeout_s=timeout_s, place=place)
     if kind == "shm" and len(workers) > 1:
         raise UsageError(f"shm needs all workers on one machine, and these {size} are on {len(workers)}. Choose twolevel or gloo.")
     try:
         shared = dist.PrefixStore("shm", store)
         if kind == "twolevel" or (kind == "auto" and len(workers) > 1):
-            return TwoLevel(shared, rank, size, machines, timeout_s=timeout_s, need_bytes=need_bytes)
-        return Shm(shared, rank, size, timeout_s=timeout_s, need_bytes=need_bytes)
+            return TwoLevel(shared, rank, size, machines, timeout_s=timeout_s, need_bytes=need_bytes, place=place)
+        return Shm(shared, rank, size, timeout_s=timeout_s, need_bytes=need_bytes, place=place)
     except SegmentError as error:
         if rank == 0:
             needed = f"{max(workers.values())} workers x {need_bytes / (1 << 20):.0f} MB of gradients"
@@ -124,7 +136,7 @@ def _open_host(rendezvous: Rendezvous, kind: str, need_bytes: int) -> Comm:
                 "Give the container more memory, or raise ulimit -f; LOCKSTEP_COMM=gloo silences this warning.",
                 stacklevel=3,
             )
-        return TorchGroup(dist.PrefixStore("instead", store), rank, size, timeout_s=timeout_s)
+        return TorchGroup(dist.PrefixStore("instead", store), rank, size, timeout_s=timeout_s, place=place)
 
 
 def _machines(rendezvous: Rendezvous) -> list[str]:
@@ -134,21 +146,21 @@ def _machines(rendezvous: Rendezvous) -> list[str]:
     return [rendezvous.store.get(f"machine/{r}").decode() for r in range(rendezvous.size)]
 
 
-def _group_rendezvous(group: Any, timeout_s: float) -> Rendezvous:
+def _group_rendezvous(group: Any, timeout_s: float, place: Callable[[], str]) -> Rendezvous:
     group = group if group is not None else dist.group.WORLD
     prefix = f"lockstep/{_count_opened(group.group_name)}"
     store = dist.PrefixStore(prefix, dist.distributed_c10d._get_process_group_store(group))
-    return Rendezvous(store, dist.get_rank(group), dist.get_world_size(group), timeout_s, group=group)
+    return Rendezvous(store, dist.get_rank(group), dist.get_world_size(group), timeout_s, place, group=group)
 
 
-def _world_rendezvous(world: World, timeout_s: float, opened: dist.Store | None) -> Rendezvous | None:
+def _world_rendezvous(world: World, timeout_s: float, opened: dist.Store | None, place: Callable[[], str]) -> Rendezvous | None:
     """None for a lone worker."""
     if world.size == 1:
         return None
     if opened is None:
         opened = open_store(world, timeout_s)
     store = dist.PrefixStore(f"lockstep/{world.run_id}/{_count_opened(world.rendezvous)}", opened)
-    return Rendezvous(store, world.rank, world.size, timeout_s, world.machine, local_size=world.local_size)
+    return Rendezvous(store, world.rank, world.size, timeout_s, place, world.machine, local_size=world.local_size)
 
 
 def _count_opened(name: str) -> int:

@@ -6,6 +6,7 @@ whenever it is called, and knows how to wait for one.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Generator, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -80,6 +81,11 @@ class Done:
 
     def done(self) -> bool:
         return True
+
+
+def tag_of(what: str, nbytes: int) -> int:
+    """A number by which ranks compare the name and the size of an operation: equal exactly if both are equal, but for chance."""
+    return zlib.crc32(what.encode()) << 31 ^ nbytes
 
 
 class InOrder:

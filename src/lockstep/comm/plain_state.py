@@ -103,6 +103,23 @@ def digest(skeleton: str, tensors: Sequence[Tensor]) -> bytes:
     return sha.digest()
 
 
+def to_bytes(value: Any, name: str) -> tuple[str, bytes]:
+    """Return (skeleton, the bytes of all tensors). ``name`` begins the path in error messages. Raises ``UsageError``."""
+    skeleton, tensors = flatten(value, name)
+    return skeleton, b"".join(bytes(buffer_of(tensor)) for tensor in tensors)
+
+
+def from_bytes(skeleton: str, content: bytes) -> Any:
+    """The inverse of ``to_bytes``. All tensors are on the host."""
+    tensors = empty_tensors(skeleton, "cpu")
+    at = 0
+    for tensor in tensors:
+        if tensor.numel():
+            bits(tensor).copy_(torch.frombuffer(bytearray(content[at : at + tensor.nbytes]), dtype=torch.uint8))
+        at += tensor.nbytes
+    return unflatten(skeleton, tensors)
+
+
 def buffer_of(tensor: Tensor) -> Any:
     """Return a tensor's bytes as an object with the buffer protocol; no copy if the tensor is contiguous on the host."""
     flat = bits(tensor.detach().contiguous().cpu())

@@ -55,6 +55,7 @@ class Shm:
         need_bytes: Size of all buckets of one rank: whether they fit is found out now, not in the middle of training.
         counters: For tests; by default the fastest counters for this processor.
         health: The health of a larger comm that this comm is part of.
+        place: Returns where the script is now, for error messages (``PeerHealth``).
 
     Raises:
         SegmentError: On every rank, if the ranks cannot share memory or the buckets do not fit.
@@ -73,6 +74,7 @@ class Shm:
         need_bytes: int = 0,
         counters: type[PlainCounters] | None = None,
         health: PeerHealth | None = None,
+        place: Callable[[], str] = lambda: "",
     ) -> None:
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
         self._counters = counters or counters_for()
@@ -84,7 +86,7 @@ class Shm:
         await_ranks(store, rank, size, timeout_s)
         self._channel = Channel(store, rank, size, self._counters)
         self._processes = PeerProcesses(store, rank, size)
-        self.health = health or PeerHealth(store, rank, size)
+        self.health = health or PeerHealth(store, rank, size, timeout_s, place)
         self.health.on_failure(_publish_abort(self._channel, rank))
         self._finalizer = weakref.finalize(self, _close, self.health, self._processes)
         if need_bytes and size > 1:
@@ -145,7 +147,7 @@ class Shm:
             if self.rank != source:
                 data[offset : offset + length].copy_(self._channel.slots[source][:length])
 
-        return self._enqueue(self._channel.exchange(f"broadcast from {source}", data.numel(), write, read), number, what)
+        return self._enqueue(self._channel.exchange(f"broadcast from {source}: {what}", data.numel(), write, read), number, what)
 
     def all_gather(self, output: Tensor, tensor: Tensor, what: str) -> Pending:
         number = self.health.begin(what)
@@ -159,11 +161,12 @@ class Shm:
             for out, slot in zip(outputs, self._channel.slots, strict=True):
                 out[offset : offset + length].copy_(slot[:length])
 
-        return self._enqueue(self._channel.exchange("gather", data.numel(), write, read), number, what)
+        return self._enqueue(self._channel.exchange(f"gather: {what}", data.numel(), write, read), number, what)
 
     def barrier(self, what: str = "a barrier") -> None:
         number = self.health.begin(what)
-        self._enqueue(self._channel.exchange("barrier", 0, lambda at, slot: None, lambda at, length: None), number, what).wait()
+        body = self._channel.exchange(f"barrier: {what}", 0, lambda at, slot: None, lambda at, length: None)
+        self._enqueue(body, number, what).wait()
 
     def progress(self) -> None:
         """Advance everything in flight without blocking."""
@@ -197,7 +200,7 @@ class Shm:
         number = self.health.begin(what)
         bucket = self.bucket_of(tensor)
         if bucket is None:
-            return self._enqueue(self._fold_through_channel(tensor, fold, scale), number, what)
+            return self._enqueue(self._fold_through_channel(tensor, fold, scale, what), number, what)
         return self.start(self._fold_bucket(bucket, fold, scale), number, what)
 
     def _fold_bucket(self, bucket: SharedBucket, fold: Fold | None, scale: float | None) -> OpGenerator:
@@ -210,7 +213,7 @@ class Shm:
         while not bucket.reduced.reached(use):
             yield
 
-    def _fold_through_channel(self, tensor: Tensor, fold: Fold | None, scale: float | None) -> OpGenerator:
+    def _fold_through_channel(self, tensor: Tensor, fold: Fold | None, scale: float | None, what: str) -> OpGenerator:
         """Every rank reads some columns of all ranks' rows and runs the whole tree on them."""
         plan = fold or reduction(self.size)
         rows, count = rows_of(tensor, plan.width), len(plan.held[self.rank])
@@ -230,7 +233,7 @@ class Shm:
             fold_values(values, fold, scale, [total])
             rows[0, columns(offset, length)].copy_(total)
 
-        kind = f"{'reduce' if fold is None else 'fold'} of {plan.width} x {rows.dtype}"
+        kind = f"{'reduce' if fold is None else 'fold'} of {plan.width} x {rows.dtype}: {what}"
         chunk_bytes = max(1, SLOT_BYTES // column_bytes) * column_bytes
         return self._channel.exchange(kind, rows.nbytes, write, read, chunk_bytes)
 
@@ -293,13 +296,14 @@ class Shm:
                 self._check_peers(operation, now - began, limit_s)
 
     def _check_peers(self, operation: Operation, waited_s: float, limit_s: float) -> None:
-        """Raise ``PeerError`` if another worker aborted or died, or if the timeout has passed."""
+        """Raise ``PeerError`` if another worker aborted or died, or if the timeout has passed; compare calls in a long wait."""
         cause = "another worker aborted" if max(self._channel.aborted.read()) else ""
         dead = [] if cause else self._processes.dead()
         if dead:
             cause = f"the process of {name_ranks(dead)} has ended"
         if cause or waited_s > limit_s:
             raise self.health.explain(operation.number, operation.what, waited_s, cause)
+        self.health.compare_calls(operation.number, waited_s)
 
 
 def _publish_abort(channel: Channel, rank: int) -> Callable[[], None]:

@@ -1,4 +1,4 @@
-"""The key-value stores through which the workers of a world find each other: opening one, and waits that can be aborted.
+"""The key-value stores through which the workers of a world find each other: opening one, and waiting for all workers.
 
 Knows URLs, not launchers.
 """
@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import os
 import stat
-import threading
 import time
 from datetime import timedelta
-from typing import Any
 from urllib.parse import urlparse
 
 import torch.distributed as dist
@@ -18,8 +16,6 @@ import torch.distributed as dist
 from lockstep.comm.blame import name_ranks
 from lockstep.errors import PeerError, UsageError
 from lockstep.world import World
-
-_POLL_S = 0.0005
 
 
 def open_store(world: World, timeout_s: float) -> dist.Store:
@@ -32,6 +28,8 @@ def open_store(world: World, timeout_s: float) -> dist.Store:
     url = urlparse(world.rendezvous)
     if url.scheme == "file":
         _make_private(os.path.dirname(url.path))
+        if not _is_utf8(url.path):
+            raise UsageError(f"the path of the store, {url.path!r}, is not UTF-8 text. Choose a folder with another name.")
         store: dist.Store = dist.FileStore(url.path, world.size)
         store.set_timeout(timedelta(seconds=timeout_s))
         return store
@@ -69,83 +67,78 @@ def await_ranks(store: dist.Store, rank: int, size: int, timeout_s: float) -> No
         PeerError: Names the ranks that did not call it within ``timeout_s``.
     """
     store.set(f"pid/{rank}", str(os.getpid()))
-    deadline = time.monotonic() + timeout_s
     missing = [r for r in range(size) if r != rank]
-    pause_s = 0.001
-    while missing:
-        missing = [r for r in missing if not store.check([f"pid/{r}"])]
-        if missing and time.monotonic() > deadline:
-            raise PeerError(
-                f"{name_ranks(missing)} of {size} never arrived (rank {rank} waited {timeout_s:g} s). "
-                "Look at the end of their logs, and check that all workers of the world were started.",
-                ranks=missing,
-            )
-        if missing:
-            time.sleep(pause_s)
-            pause_s = min(pause_s * 2, 0.1)
+    if not missing:
+        return
+    missing = (_wait_for if isinstance(_without_prefix(store), AbortableStore) else _poll_for)(store, missing, timeout_s)
+    if missing:
+        raise PeerError(
+            f"{name_ranks(missing)} of {size} never arrived (rank {rank} waited {timeout_s:g} s). "
+            "Look at the end of their logs, and check that all workers of the world were started.",
+            ranks=missing,
+        )
+
+
+def _wait_for(store: dist.Store, ranks: list[int], timeout_s: float) -> list[int]:
+    """Wait until ``ranks`` have arrived, with one request. Returns those that have not arrived within ``timeout_s``."""
+    try:
+        store.wait([f"pid/{r}" for r in ranks], timedelta(seconds=timeout_s))
+    except StoreTimeoutError:
+        return [r for r in ranks if not store.check([f"pid/{r}"])]
+    return []
+
+
+def _poll_for(store: dist.Store, ranks: list[int], timeout_s: float) -> list[int]:
+    """As ``_wait_for``, for stores whose ``wait`` cannot be interrupted by Ctrl-C."""
+    deadline, pause_s = time.monotonic() + timeout_s, 0.001
+    while True:
+        ranks = [r for r in ranks if not store.check([f"pid/{r}"])]
+        if not ranks or time.monotonic() > deadline:
+            return ranks
+        time.sleep(pause_s)
+        pause_s = min(pause_s * 2, 0.1)
+
+
+def _is_utf8(path: str) -> bool:
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _without_prefix(store: dist.Store) -> dist.Store:
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store
 
 
 def _make_private(folder: str) -> None:
-    """Create the folder for this user alone. Raises ``UsageError`` if another user created it."""
-    os.makedirs(folder, mode=0o700, exist_ok=True)
-    status = os.stat(folder)
-    if status.st_uid != os.getuid() and not status.st_mode & stat.S_ISVTX:
-        raise UsageError(f"the folder {folder} of the store belongs to user {status.st_uid}, not to you. Choose another folder.")
+    """Create the folder for this user alone. Raises ``UsageError`` if it is another user's, or if others may write to it."""
+    try:
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+        status = os.lstat(folder)
+        if stat.S_ISLNK(status.st_mode) and status.st_uid == os.geteuid():
+            status = os.stat(folder)
+    except OSError as error:
+        raise UsageError(f"the folder {folder} of the store cannot be made ({error.strerror}). Choose another folder.") from error
+    advice = "Choose a folder of your own that only you can write to, or set LOCKSTEP_STORE or TMPDIR."
+    if status.st_uid != os.geteuid():
+        raise UsageError(f"the folder {folder} of the store belongs to user {status.st_uid}, not to you. {advice}")
+    if status.st_mode & 0o022:
+        raise UsageError(f"other users may write to the folder {folder} of the store (mode {status.st_mode & 0o7777:o}). {advice}")
 
 
 class StoreWaitError(RuntimeError):
-    """A wait for a key was aborted or timed out."""
+    """A wait for a key was aborted, or its generation is over."""
+
+
+class StoreTimeoutError(StoreWaitError):
+    """Nobody set a key in time. The message names the key."""
 
 
 class AbortableStore(dist.Store):
-    """A store in a file whose waits end with ``StoreWaitError`` when any thread sets ``aborted``. It opens no port.
+    """A store whose ``wait`` ends within a millisecond of its keys being set, and with ``StoreWaitError`` if it is aborted.
 
-    A worker may die while the others still form a generation; the agent then tells them to abort. A wait ends within a millisecond
-    of its key being set. C++ does not keep this object alive: the caller must.
+    The base class of elastic/agent_store.py. torch's own stores poll, log every timeout, or cannot be interrupted.
     """
-
-    def __init__(self, path: str, size: int, aborted: threading.Event, timeout_s: float) -> None:
-        super().__init__()
-        self._inner, self._aborted, self._timeout_s = dist.FileStore(path, size), aborted, timeout_s
-        self._lock = threading.Lock()  # a FileStore serves one caller at a time
-
-    def set(self, key: str, value: Any) -> None:
-        with self._lock:
-            self._inner.set(key, value)
-
-    def get(self, key: str) -> bytes:
-        self.wait([key])
-        with self._lock:
-            return self._inner.get(key)
-
-    def add(self, key: str, amount: int) -> int:
-        with self._lock:
-            return self._inner.add(key, amount)
-
-    def check(self, keys: list[str]) -> bool:
-        if self._aborted.is_set():
-            raise StoreWaitError("the agent aborted this generation")
-        with self._lock:
-            return self._inner.check(keys)
-
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        timeout_s = self._timeout_s if timeout is None else timeout.total_seconds()
-        deadline = time.monotonic() + timeout_s
-        while not self.check(keys):
-            if time.monotonic() > deadline:
-                raise StoreWaitError(f"no worker set {', '.join(keys)} within {timeout_s:g} s")
-            time.sleep(_POLL_S)
-
-    def delete_key(self, key: str) -> bool:
-        with self._lock:
-            return self._inner.delete_key(key)
-
-    def num_keys(self) -> int:
-        with self._lock:
-            return self._inner.num_keys()
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        self._timeout_s = timeout.total_seconds()
-
-    def clone(self) -> AbortableStore:
-        return self  # every method locks, so threads may share it

@@ -3,7 +3,7 @@
 One object serves one generation: its groups are built under a fresh store prefix and end with it. Knows nothing of buckets or steps
 beyond the ``what`` it prints. A fold over gloo (comm/fold_gloo.py) needs this thread between its two stages, so it is a generator
 (comm/operation.py). A fold over NCCL (comm/fold_nccl.py) is enqueued on a stream. ``reduce`` is the backend's own all-reduce, which
-needs no thread of ours.
+needs no thread of ours. A gather over gloo carries its name in a frame (comm/frame.py).
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from lockstep.comm.connections import Connections
 from lockstep.comm.fold import check_fold, fold_values, rows_of
 from lockstep.comm.fold_gloo import FoldGroup, GroupRef, ScratchPool, cut_into_pieces, finish_fold, fold_through_host
 from lockstep.comm.fold_nccl import fold_on_stream
+from lockstep.comm.frame import FRAME_BYTES, FramePending, Frames
+from lockstep.comm.gloo_devices import build_gloo, destroy_gloo
 from lockstep.comm.operation import Done, Driver, FinalWork, InOrder, Operation, OpGenerator
 from lockstep.comm.peer_health import PeerHealth
 from lockstep.comm.store import await_ranks
@@ -54,6 +56,7 @@ class TorchGroup:
             group that exists already.
         device: The CUDA device of this worker; needed for ``cuda="nccl"``.
         driver: If this group is part of a larger comm: drives the operations of both, and has their common health.
+        place: Returns where the script is now, for error messages (``PeerHealth``).
 
     Raises:
         PeerError: Names the ranks that did not construct it within ``timeout_s``.
@@ -69,6 +72,7 @@ class TorchGroup:
         cuda: Literal["nccl", "gloo"] | dist.ProcessGroup = "gloo",
         device: torch.device | None = None,
         driver: Driver | None = None,
+        place: Callable[[], str] = lambda: "",
     ) -> None:
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
         self._cuda_pendings: deque[CudaPending] = deque()
@@ -88,7 +92,7 @@ class TorchGroup:
         elif cuda == "nccl":
             self._nccl = _build_nccl(dist.PrefixStore("nccl", store), rank, size, device)
         self.name = "gloo" if self._nccl is None else "nccl"
-        self.health = PeerHealth(store, rank, size) if driver is None else driver.health
+        self.health = PeerHealth(store, rank, size, timeout_s, place) if driver is None else driver.health
         self.health.on_failure(_breaker(self._connections, self._nccl))
         if self._nccl is not None:
             self.health.on_poll(_weakly(self._check_cuda))
@@ -135,11 +139,26 @@ class TorchGroup:
 
     def all_gather(self, output: Tensor, tensor: Tensor, what: str) -> Pending:
         number = self.health.begin(what)
-        outputs = [bits(output[r]) for r in range(self.size)]
-        return self._issue("allgather", ([outputs], [bits(tensor)]), tensor, number, what)
+        data = bits(tensor)
+        rows = bits(output).view(self.size, data.numel())
+        if not (tensor.is_cuda and self._nccl is not None):
+            first = self._gather_frames(data, rows, number, what)
+            if data.numel() <= FRAME_BYTES:
+                return first
+            first.wait()
+            data, rows = data[FRAME_BYTES:], rows[:, FRAME_BYTES:]
+        return self._issue("allgather", ([list(rows.unbind())], [data]), tensor, number, what)
 
     def barrier(self, what: str = "a barrier") -> None:
-        self.reduce(torch.zeros(1), "sum", what).wait()
+        number = self.health.begin(what)
+        nothing = torch.empty(0, dtype=torch.uint8)
+        self._gather_frames(nothing, nothing, number, what).wait()
+
+    def _gather_frames(self, data: Tensor, rows: Tensor, number: int, what: str) -> FramePending:
+        """Gather the first ``FRAME_BYTES`` of ``data`` over gloo, and compare ``what`` and the size of ``data``."""
+        frames = Frames(data, self.size, what)
+        pending = self._issue("allgather", ([frames.received], [frames.mine]), frames.mine, number, what)
+        return FramePending(pending, self.health, frames, rows, number, what)
 
     def progress(self) -> None:
         """Advance folds over gloo. All other operations have threads of gloo's or NCCL's."""
@@ -212,6 +231,7 @@ class TorchGroup:
             waited_s = time.monotonic() - started
             if waited_s >= limit_s:
                 raise self.health.explain(operation.number, operation.what, waited_s)
+            self.health.compare_calls(operation.number, waited_s)
             try:
                 self._next_work(operation).wait(slice_of_wait(limit_s - waited_s, len(self._in_flight) > 1))
             except RuntimeError:
@@ -250,6 +270,8 @@ class TorchGroup:
         oldest = self._drop_completed()
         if oldest is not None and oldest.waited_s() > self.timeout_s:
             self.health.explain(oldest.number, oldest.what, oldest.waited_s())
+        elif oldest is not None:
+            self.health.compare_calls(oldest.number, oldest.waited_s())
 
     def _drop_completed(self) -> CudaPending | None:
         """Forget completed operations; returns the oldest operation that is not complete."""
@@ -257,22 +279,6 @@ class TorchGroup:
             while self._cuda_pendings and self._cuda_pendings[0].done():
                 self._cuda_pendings.popleft()
             return self._cuda_pendings[0] if self._cuda_pendings else None
-
-
-def build_gloo(store: dist.Store, rank: int, size: int, connections: Connections) -> Any:
-    """Build a gloo group whose sockets ``connections`` can cut."""
-    with connections.captured():
-        return dist.ProcessGroupGloo(store, rank, size, _BACKEND_TIMEOUT)
-
-
-def destroy_gloo(connections: Connections, groups: list[Any]) -> None:
-    """End gloo groups before the interpreter ends: later, a gloo thread that releases a Python object would abort the process.
-
-    Connections are cut first, because a group waits for its pending operations, and these wait for peers that may be dead.
-    """
-    connections.cut()
-    groups.clear()
-    connections.close()
 
 
 def _build_nccl(store: dist.Store, rank: int, size: int, device: torch.device | None) -> Any:

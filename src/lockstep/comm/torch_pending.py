@@ -43,6 +43,7 @@ class GlooPending:
                     raise self._driver.health.explain(self._number, self._what, waited_s, error) from error
                 if waited_s >= limit_s:
                     raise self._driver.health.explain(self._number, self._what, waited_s) from None
+                self._driver.health.compare_calls(self._number, waited_s)
 
     def done(self) -> bool:
         return bool(self._work.is_completed())

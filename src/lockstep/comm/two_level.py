@@ -18,6 +18,7 @@ reduction. A reduction is not a fold here: gloo's own all-reduce needs no thread
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,11 +30,12 @@ from lockstep.comm.base import Op, Pending
 from lockstep.comm.connections import Connections
 from lockstep.comm.fold import Block, add_blocks, check_fold, fold_blocks, rows_of
 from lockstep.comm.fold_gloo import FoldGroup, GroupRef, ScratchPool, cut_into_pieces, finish_fold
+from lockstep.comm.gloo_devices import build_gloo, destroy_gloo
 from lockstep.comm.operation import InOrder, OpGenerator, wait_for_works
 from lockstep.comm.peer_health import PeerHealth
 from lockstep.comm.shared_bucket import SharedBucket, slice_of
 from lockstep.comm.shm import Shm
-from lockstep.comm.torch_group import TorchGroup, build_gloo, destroy_gloo
+from lockstep.comm.torch_group import TorchGroup
 from lockstep.plan.tree import Fold
 
 
@@ -53,13 +55,21 @@ class TwoLevel:
     name = "twolevel"
 
     def __init__(
-        self, store: dist.Store, rank: int, size: int, machines: list[str], *, timeout_s: float = 600.0, need_bytes: int = 0
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        machines: list[str],
+        *,
+        timeout_s: float = 600.0,
+        need_bytes: int = 0,
+        place: Callable[[], str] = lambda: "",
     ) -> None:
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
         self._ranks = [[r for r in range(size) if machines[r] == name] for name in dict.fromkeys(machines)]  # by machine
         self._machine = next(m for m, ranks in enumerate(self._ranks) if rank in ranks)
         self._local_rank = self._ranks[self._machine].index(rank)
-        health = PeerHealth(store, rank, size)
+        health = PeerHealth(store, rank, size, timeout_s, place)
         weakref.finalize(self, health.close)  # also if this constructor fails
         self._local = Shm(
             dist.PrefixStore(f"machine/{self._machine}", store),

@@ -13,15 +13,19 @@ Loader processes read the number of the current series from shared memory, and s
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from multiprocessing import RawValue
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from lockstep.errors import InvariantError
+from lockstep.launch.linux import die_with_parent
 
 Request = Any
 
@@ -35,8 +39,9 @@ class RequestLoader:
     def __init__(self, fetch: Callable[[Request], Any], num_workers: int, pin_memory: bool, prefetch_factor: int | None) -> None:
         self.num_workers = num_workers
         self._requests = _RequestSampler()
+        self._dataset = _RequestDataset(fetch, self._requests.series)
         self._loader: DataLoader[Any] = DataLoader(
-            _RequestDataset(fetch, self._requests.series),
+            self._dataset,
             batch_size=None,
             sampler=self._requests,  # type: ignore[arg-type]  # torch accepts any iterable
             num_workers=num_workers,
@@ -44,7 +49,7 @@ class RequestLoader:
             pin_memory=pin_memory,
             prefetch_factor=prefetch_factor if num_workers else None,
             generator=torch.Generator(),  # without one, the loader would draw from the global generator
-            worker_init_fn=_ignore_first_sigterm if num_workers else None,
+            worker_init_fn=_begin_loader_process if num_workers else None,
         )
         self._results: Any = None
 
@@ -62,6 +67,7 @@ class RequestLoader:
         if self._requests.pending is None:
             raise InvariantError("a source was asked for a batch before its first seek(), or after close()")
         if self._results is None:
+            self._dataset.from_main_thread = threading.current_thread() is threading.main_thread()
             self._results = iter(self._loader)
         while True:
             series, ended, result = next(self._results)
@@ -103,6 +109,8 @@ class _RequestDataset(Dataset[Any]):
     def __init__(self, fetch: Callable[[Request], Any], current_series: Any) -> None:
         self._fetch = fetch
         self._current_series = current_series
+        self.from_main_thread = True
+        """Whether the loader processes were started by the main thread."""
 
     def __getitem__(self, item: tuple[int, bool, Request]) -> tuple[int, bool, Any]:
         series, ended, request = item
@@ -117,9 +125,10 @@ class _RequestDataset(Dataset[Any]):
             ) from error
 
 
-def _ignore_first_sigterm(worker_id: int) -> None:
-    """Make this loader process ignore one SIGTERM.
+def _begin_loader_process(worker_id: int) -> None:
+    """Make this loader process end with the training process, and ignore one SIGTERM.
 
+    torch's own check of the parent waits for the end of ``__getitem__``, which may take long.
     A SIGTERM to the whole process group asks the training process to finish its step and save, which needs the loader. The second
     SIGTERM ends the loader process: at the end torch sends the first one and multiprocessing the second.
     """
@@ -128,6 +137,11 @@ def _ignore_first_sigterm(worker_id: int) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     signal.signal(signal.SIGTERM, handle)
+    parent, info = multiprocessing.parent_process(), get_worker_info()
+    is_child = parent is not None and parent.pid == os.getppid()  # with another start method, a server may have forked this process
+    # The kernel takes the thread that forked this process for the parent, not the whole process.
+    if is_child and info is not None and getattr(info.dataset, "from_main_thread", False):
+        die_with_parent(os.getppid())
 
 
 def _unchanged(result: Any) -> Any:

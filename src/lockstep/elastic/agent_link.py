@@ -13,19 +13,24 @@ import socket
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from lockstep.comm.base import Comm
 from lockstep.comm.open_comm import open_comm
-from lockstep.comm.store import AbortableStore, StoreWaitError
+from lockstep.comm.store import StoreWaitError
+from lockstep.elastic.agent_store import AgentStore
 from lockstep.errors import PeerError
 from lockstep.world import AgentEndpoint, World
+
+_PART_CHARS = 1 << 16
+"""Of a recorded result, as JSON. A packet must fit into the buffer of a socket, and quotes and backslashes count twice."""
 
 
 @dataclass(frozen=True)
 class Generation:
-    """One fixed set of workers: its number, the members' ids in rank order, and this worker's rank among them.
+    """One fixed set of workers: its number, the members' ids in rank order, this worker's rank among them, and their store.
 
     ``broken`` is set when the agent reports that a member is lost.
     """
@@ -33,6 +38,7 @@ class Generation:
     number: int
     members: tuple[int, ...]
     rank: int
+    store: AgentStore = field(compare=False)
     broken: threading.Event = field(default_factory=threading.Event, compare=False)
 
     @property
@@ -44,26 +50,61 @@ class Generation:
 class CommOptions:
     """How each generation's comm is opened.
 
-    ``bucket_bytes(workers)`` is the memory that one worker's buckets need if the run has that many workers.
+    ``bucket_bytes(workers)`` is the memory that one worker's buckets need if the run has that many workers. ``place()`` says where
+    in the script this worker is, for errors.
     """
 
     device: torch.device
     kind: str | None
     timeout_s: float
     bucket_bytes: Callable[[int], int]
+    place: Callable[[], str] = lambda: ""
+
+
+@dataclass(frozen=True)
+class _Prepare:
+    """The agent's answer to a newcomer's first request to join: a generation of ``size`` workers exists."""
+
+    size: int
+
+
+@dataclass(frozen=True)
+class _SkipLoop:
+    """The agent's answer to a newcomer that waits at loop ``stage``: that loop is over."""
+
+    stage: int
+
+
+@dataclass(frozen=True)
+class _Recalled:
+    """A recorded result."""
+
+    index: int
+    text: str
+
+
+_Answer = Generation | _Prepare | _SkipLoop | _Recalled
 
 
 class AgentLink:
-    """The connection of this worker to its agent."""
+    """The connection of this worker to its agent.
+
+    A worker that is started while the run is under way is a *newcomer*: ``join`` returns None. It then runs its script without
+    being a member. It passes the loops that are over (``join_loop`` returns None), and gets the results of collectives between
+    loops from the agent (``recall``), until ``join_loop`` returns the comm of a generation that it is a member of.
+    """
 
     def __init__(self, endpoint: AgentEndpoint, options: CommOptions) -> None:
         self._endpoint, self._options = endpoint, options
         self._socket = socket.socket(fileno=endpoint.fd)
-        self._formed: queue.Queue[Generation | None] = queue.Queue()
+        self._answers: queue.Queue[_Answer | None] = queue.Queue()  # None: dismissed
         self._newest: Generation | None = None
         self._current: Generation | None = None
         self._comm: Comm | None = None
-        self._store: AbortableStore | None = None
+        self._generations: list[Generation] = []  # C++ does not keep their stores alive, and an old comm may still use one
+        self._parts: list[str] = []
+        self.run_size = 0
+        """How many members the run has: for a newcomer, when it asked to join; for a member, in its newest generation."""
         self.wants_change = False
         """Whether a worker waits to join or leave: all members should end this generation after the same step."""
         self.stopping = False
@@ -75,14 +116,59 @@ class AgentLink:
     def generation(self) -> int:
         return self._current.number if self._current is not None else 0
 
-    def join(self, max_workers: int) -> Comm:
+    def join(self, max_workers: int) -> Comm | None:
         """Ask to belong to the run, which can use ``max_workers``. Blocks until a generation includes this worker.
 
         Returns:
-            The comm of that generation, or of a later one if a member was lost meanwhile.
+            The comm of that generation, or of a later one if a member was lost meanwhile. None if this worker is a newcomer: then
+            ``run_size`` is the number of members.
+
+        Raises:
+            SystemExit: The agent has dismissed this worker.
         """
-        self.send(type="join", most=max_workers)
-        return self._open(self._await(), committed_steps=-1)
+        self.send(type="join", most=max_workers, stage=-1)
+        answer = self._await(Generation, _Prepare)
+        if isinstance(answer, _Prepare):
+            self.run_size = answer.size
+            return None
+        assert isinstance(answer, Generation)
+        return self._open(answer, committed_steps=-1)
+
+    def join_loop(self, stage: int) -> Comm | None:
+        """Ask to become a member in loop number ``stage`` of the script. A newcomer calls it at the entry of each loop.
+
+        Returns:
+            The comm of the first generation that includes this worker; None if the run has passed that loop.
+
+        Raises:
+            SystemExit: The agent has dismissed this worker.
+        """
+        self.send(type="join", stage=stage)
+        answer = self._await(Generation, _SkipLoop)
+        return self._open(answer, committed_steps=-1) if isinstance(answer, Generation) else None
+
+    def enter_stage(self, stage: int) -> None:
+        """Tell the agent that the run enters loop number ``stage``. Rank 0 calls it, also after each change of generation."""
+        self.send(type="stage", stage=stage)
+
+    def record(self, index: int, text: str) -> None:
+        """Let the agent keep the result of collective number ``index`` between loops. Rank 0 calls it."""
+        encoded = json.dumps(text)
+        parts = [encoded[first : first + _PART_CHARS] for first in range(0, len(encoded), _PART_CHARS)]
+        for part, data in enumerate(parts):
+            self.send(type="recorded", index=index, part=part, parts=len(parts), data=data)
+
+    def recall(self, index: int) -> str:
+        """Return the recorded result of collective number ``index`` between loops. A newcomer calls it; blocks until it is there.
+
+        Raises:
+            SystemExit: The agent has dismissed this worker.
+        """
+        self.send(type="recall", index=index)
+        while True:
+            answer = self._await(_Recalled)
+            if isinstance(answer, _Recalled) and answer.index == index:
+                return answer.text
 
     def next(self, committed_steps: int) -> Comm:
         """Leave the current generation and wait for the next one.
@@ -112,9 +198,13 @@ class AgentLink:
         self.send(type="leaving")
 
     def send(self, **packet: object) -> None:
-        """Send a packet to the agent. Any thread may call it. If the agent is gone, this worker is about to end too."""
+        """Send a packet to the agent. Any thread may call it. If the agent is gone, this worker is about to end too.
+
+        Blocks while the agent does not read, but not for progress: that packet is dropped, because training must continue.
+        """
+        flags = socket.MSG_DONTWAIT if packet["type"] == "progress" else 0
         try:
-            self._socket.send(json.dumps(packet).encode())
+            self._socket.send(json.dumps(packet).encode(), flags)
         except OSError:
             pass
 
@@ -137,20 +227,20 @@ class AgentLink:
             PeerError: A member was lost before all had arrived.
         """
         options = self._options
-        path = f"{self._endpoint.run_dir}/store-{generation.number}"
         rank, size = generation.rank, generation.size
-        world = World(rank, size, rank, size, source="lockstep run", rendezvous=f"file://{path}", run_id=f"g{generation.number}")
+        name = f"agent:{generation.number}"
+        world = World(rank, size, rank, size, source="lockstep run", rendezvous=name, run_id=f"g{generation.number}")
         if size == 1:
             return open_comm(options.device, world=world, timeout_s=options.timeout_s, kind=options.kind)
         try:
-            self._store = AbortableStore(path, size, generation.broken, options.timeout_s)
             return open_comm(
                 options.device,
                 world=world,
                 timeout_s=options.timeout_s,
                 kind=options.kind,
                 need_bytes=options.bucket_bytes(size),
-                store=self._store,
+                store=generation.store,
+                place=options.place,
             )
         except StoreWaitError as error:
             raise PeerError(f"the members of generation {generation.number} did not all arrive: {error}") from error
@@ -158,14 +248,21 @@ class AgentLink:
     def _leave_generation(self, committed_steps: int) -> Generation:
         assert self._current is not None
         self.send(type="ready", generation=self._current.number, step=committed_steps)
-        return self._await()
-
-    def _await(self) -> Generation:
-        formed = self._formed.get()
-        if formed is None:
-            raise SystemExit(0)  # the agent has dismissed this worker
-        self._current = formed
+        formed = self._await(Generation)
+        assert isinstance(formed, Generation)
         return formed
+
+    def _await(self, *kinds: type[_Answer]) -> _Answer:
+        """Wait for an answer of one of these kinds; others are out of date. Raises SystemExit if this worker is dismissed."""
+        while True:
+            answer = self._answers.get()
+            if answer is None:
+                self._answers.put(None)  # this worker may ask again, from an exit handler for example
+                raise SystemExit(0)
+            if isinstance(answer, kinds):
+                if isinstance(answer, Generation):
+                    self._current, self.run_size = answer, answer.size
+                return answer
 
     def _listen(self) -> None:
         while True:
@@ -175,22 +272,50 @@ class AgentLink:
                 return
             if not data:
                 return
-            packet = json.loads(data)
-            if packet["type"] == "generation":
-                members = tuple(packet["members"])
-                self.wants_change = False
-                self._newest = Generation(packet["number"], members, members.index(self._endpoint.worker))
-                self._formed.put(self._newest)
-            elif packet["type"] == "abort" and self._newest is not None and packet["generation"] == self._newest.number:
-                self._newest.broken.set()
-                if self._comm is not None and self._current is self._newest:
+            self._on_packet(json.loads(data))
+
+    def _on_packet(self, packet: dict[str, Any]) -> None:
+        newest = self._newest
+        match packet["type"]:
+            case "stored":
+                if newest is not None and packet["generation"] == newest.number:
+                    newest.store.answer(packet)
+            case "generation":
+                self._on_generation(packet["number"], tuple(packet["members"]))
+            case "abort" if newest is not None and packet["generation"] == newest.number:
+                newest.broken.set()
+                newest.store.abort(packet["why"])
+                if self._comm is not None and self._current is newest:
                     self._comm.abort(packet["why"])
-            elif packet["type"] == "change":
+            case "change":
                 self.wants_change = True
-            elif packet["type"] == "stop":
+            case "stop":
                 self.stopping = True
-            elif packet["type"] == "dismiss":
-                self._formed.put(None)
+            case "dismiss":
+                self._answers.put(None)
+            case "prepare":
+                self._answers.put(_Prepare(packet["size"]))
+            case "pass":
+                self._answers.put(_SkipLoop(packet["stage"]))
+            case "recalled":
+                self._on_part(packet)
+
+    def _on_generation(self, number: int, members: tuple[int, ...]) -> None:
+        if self._newest is not None:
+            self._newest.store.abort(f"generation {self._newest.number} is over")
+        self.wants_change = False
+        store = AgentStore(self.send, number, self._options.timeout_s)
+        self._newest = Generation(number, members, members.index(self._endpoint.worker), store)
+        self._generations.append(self._newest)
+        self._answers.put(self._newest)
+
+    def _on_part(self, packet: dict[str, Any]) -> None:
+        if packet["part"] == 0:
+            self._parts = []
+        self._parts.append(packet["data"])
+        if len(self._parts) == packet["parts"]:
+            self._answers.put(_Recalled(packet["index"], json.loads("".join(self._parts))))
+            self._parts = []
 
 
 def _leave_on_sigterm(link: AgentLink) -> None:

@@ -1,7 +1,7 @@
 """Recovery: takes this worker from one generation to the next, with the same state as all others.
 
-With an agent, the survivors of a lost worker form the next generation, bring every member to the greatest committed step, and
-repeat what did not commit. Without an agent (a lone process, torchrun, mpirun) nothing can be recovered: the PeerError is raised.
+With an agent, the survivors of a lost worker form the next generation. If all of them have the averages of the step, they commit
+it; otherwise they repeat it. Without an agent (a lone process, torchrun, mpirun) nothing can be recovered: the PeerError is raised.
 
     a worker is lost, or a change is due
       -> discard the step -> AgentLink.next (the agent names the members) -> rebind to the new comm -> align states -> continue
@@ -20,7 +20,7 @@ from lockstep.comm.plain_state import Stateful
 from lockstep.elastic.collective_journal import CollectiveJournal
 from lockstep.elastic.transfer import WorkerProgress, align
 from lockstep.elastic.worker_group import WorkerGroup
-from lockstep.errors import PeerError
+from lockstep.errors import LockstepError, PeerError
 from lockstep.launch import worker
 
 T = TypeVar("T")
@@ -30,15 +30,20 @@ T = TypeVar("T")
 class RecoveryCallbacks:
     """What a change of workers asks of the run.
 
-    ``committed_steps()`` is the number of steps this worker has committed. ``discard_step()`` undoes what has not committed.
-    ``rebind(comm)`` lets all parts use the comm of the new generation; all workers call it. ``start()`` runs in the first
-    generation, on all workers: it compares their models and gives all of them the same initial state.
+    ``committed_steps()`` is the number of steps this worker has committed. ``has_averages()`` says whether it has the averages of
+    the next step but no confirmation that all others have them. ``confirm_step()`` lets this worker commit that step;
+    ``discard_step()`` undoes what has not committed. ``rebind(comm)`` lets all parts use the comm of the new generation; all
+    workers call it. ``start()`` runs in the first generation, on all workers: it compares their models and gives all of them the
+    same initial state. ``aligned(comm)`` is called last, on all workers, when a generation has begun.
     """
 
     committed_steps: Callable[[], int]
+    has_averages: Callable[[], bool]
+    confirm_step: Callable[[], None]
     discard_step: Callable[[], None]
     rebind: Callable[[Comm], None]
     start: Callable[[], None]
+    aligned: Callable[[Comm], None]
 
 
 class Recovery:
@@ -61,8 +66,13 @@ class Recovery:
             self._callbacks.start()
             return
         worker.step_now = self._callbacks.committed_steps  # shown if the script raises
+        if not self._workers.is_newcomer:
+            self.join(self._workers.comm)
+
+    def join(self, comm: Comm) -> None:
+        """Become a member of the generation that ``comm`` connects. A newcomer receives the state."""
         try:
-            self._enter(self._workers.comm)
+            self._enter(comm)
         except PeerError as error:
             self.recover(error)
 
@@ -107,7 +117,8 @@ class Recovery:
         """Leave this generation and enter the next. All members call it, after a loss or after the same step."""
         link = self._workers.link
         assert link is not None
-        self._callbacks.discard_step()
+        if not self._callbacks.has_averages():
+            self._callbacks.discard_step()
         while True:
             self._workers.comm.close()
             try:
@@ -117,21 +128,30 @@ class Recovery:
                 link.report_lost(error)
 
     def _enter(self, comm: Comm) -> None:
-        """Give every member the state of the greatest committed step, or rank 0's if no member holds a state yet."""
+        """Bring this worker to the point where the others are. If no member holds a state yet, all take rank 0's."""
         self._workers.comm = comm
         self._callbacks.rebind(comm)
         journal = self._journal
-        mine = WorkerProgress(self._steps(), journal.passed, journal.inside)
+        mine = WorkerProgress(self._steps(), journal.passed, journal.inside, self._callbacks.has_averages())
         aligned = align(comm, mine, self._state.capture, journal.results, self._device)
         if aligned.state is not None:
             self._state.restore(aligned.state)
-            # A newcomer has passed what the others have passed. A worker that missed a commit has passed no point since.
-            journal.reset(aligned.passed if mine.steps < 0 else 0)
+            journal.reset(aligned.passed)
+            self._workers.is_newcomer = False
+        elif self._workers.is_newcomer:
+            raise LockstepError(
+                "all workers that held the state of the run are lost. Start the run again: it resumes from a checkpoint."
+            )
         elif not self._holds_state:
             self._callbacks.start()
+        if aligned.confirmed:
+            self._callbacks.confirm_step()
+        elif mine.has_averages:
+            self._callbacks.discard_step()
         if aligned.has_result:
             journal.complete(aligned.result)
         self._holds_state = True
+        self._callbacks.aligned(comm)
 
     def _steps(self) -> int:
         return self._callbacks.committed_steps() if self._holds_state else -1

@@ -1,4 +1,4 @@
-"""Sends the state of a run from one worker to others: to a newcomer, or to a worker that missed a commit.
+"""Brings the members of a new generation to the same point: newcomers receive the state, others the results they missed.
 
 All functions here are collective. Nothing is unpickled.
 """
@@ -6,7 +6,7 @@ All functions here are collective. Nothing is unpickled.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import torch
@@ -14,29 +14,36 @@ import torch
 from lockstep.comm.base import Comm
 from lockstep.comm.exchange import broadcast_in_place, gather_bytes
 from lockstep.comm.plain_state import empty_tensors, flatten, unflatten
+from lockstep.errors import InvariantError
 
 
 @dataclass(frozen=True)
 class WorkerProgress:
-    """How far a worker is: its committed steps (-1: it holds no state), and its collective points since (CollectiveJournal)."""
+    """How far a worker is: its committed steps (-1: it holds no state), and its collective points since (CollectiveJournal).
+
+    ``has_averages``: it has all averages of the next step, but does not know whether every other worker has them.
+    """
 
     steps: int = -1
     passed: int = 0
     inside: int = 0
+    has_averages: bool = False
 
 
 @dataclass(frozen=True)
 class Aligned:
     """What a worker received when a generation began.
 
-    ``state`` is set if this worker was behind: the state of a worker that has passed ``passed`` collective points since its last
-    commit. ``has_result`` is set if this worker is in a collective point that another worker has completed with ``result``.
+    ``state`` is set for a newcomer: the state of a worker that has passed ``passed`` collective points since its last commit.
+    ``has_result`` is set if this worker is in a collective point that another worker has completed with ``result``.
+    ``confirmed`` is set if every worker that holds a state has the averages of the next step, or has committed it.
     """
 
     state: Any = None
     passed: int = 0
     has_result: bool = False
     result: Any = None
+    confirmed: bool = False
 
 
 def send_value(comm: Comm, value: Callable[[], Any], source: int, receivers: Sequence[int], device: torch.device) -> Any:
@@ -63,8 +70,8 @@ def align(
 ) -> Aligned:
     """Bring all members of a new generation to the same point. All ranks must call it.
 
-    A worker that is behind receives the state of a worker with the greatest number of committed steps. A worker that is in a
-    collective point which another worker has completed receives its result.
+    A newcomer receives the state of a worker with the greatest number of committed steps. A worker that is in a collective point
+    which another worker has completed receives its result. (docs/internals/commit.md says why no other case exists.)
 
     Args:
         mine: This worker's progress.
@@ -74,11 +81,12 @@ def align(
     """
     everyone = gather_progress(comm, mine)
     steps = max(each.steps for each in everyone)
-    behind = [rank for rank, each in enumerate(everyone) if each.steps < steps]
-    aligned = Aligned()
-    if behind:
+    newcomers = [rank for rank, each in enumerate(everyone) if each.steps < 0]
+    aligned = Aligned(confirmed=_is_confirmed(everyone, mine))
+    if newcomers and steps >= 0:
         source = next(rank for rank, each in enumerate(everyone) if each.steps == steps)
-        aligned = Aligned(send_value(comm, capture, source, behind, device), everyone[source].passed)
+        state = send_value(comm, capture, source, newcomers, device)
+        aligned = replace(aligned, state=state, passed=everyone[source].passed)
     ahead = {rank: each for rank, each in enumerate(everyone) if each.steps == steps}
     for point in sorted({each.inside for each in ahead.values() if each.inside}):
         complete = [rank for rank, each in ahead.items() if each.passed >= point]
@@ -86,12 +94,27 @@ def align(
             inside = [rank for rank, each in ahead.items() if each.inside == point]
             result = send_value(comm, lambda point=point: results.get(point), complete[0], inside, device)  # type: ignore[misc]
             if comm.rank in inside:
-                aligned = Aligned(has_result=True, result=result)
+                aligned = replace(aligned, has_result=True, result=result)
     return aligned
+
+
+def _is_confirmed(everyone: Sequence[WorkerProgress], mine: WorkerProgress) -> bool:
+    """Return whether this worker may commit the step whose averages it has. Pure.
+
+    A worker commits only when every worker has the averages. So if one has committed, all have them; if one lacks them, none has
+    committed, and all repeat the step.
+    """
+    latest = max(each.steps for each in everyone)
+    for rank, each in enumerate(everyone):
+        if each.steps >= 0 and each.steps + each.has_averages < latest:
+            raise InvariantError(f"rank {rank} has committed {each.steps} steps and lacks averages; another has committed {latest}")
+    if not mine.has_averages:
+        return False
+    return latest > mine.steps or all(each.has_averages for each in everyone if each.steps == latest)
 
 
 def gather_progress(comm: Comm, mine: WorkerProgress) -> list[WorkerProgress]:
     """Return every worker's progress, by rank. All ranks must call it."""
-    everyone = torch.zeros(comm.size, 3, dtype=torch.int64)
-    comm.all_gather(everyone, torch.tensor(astuple(mine)), "the progress of each worker").wait()
-    return [WorkerProgress(*row) for row in everyone.tolist()]
+    everyone = torch.zeros(comm.size, 4, dtype=torch.int64)
+    comm.all_gather(everyone, torch.tensor(astuple(mine), dtype=torch.int64), "the progress of each worker").wait()
+    return [WorkerProgress(steps, passed, inside, bool(averages)) for steps, passed, inside, averages in everyone.tolist()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lockstep.comm.base import Comm
+from lockstep.comm.loopback import loopback
 from lockstep.comm.open_comm import open_comm
 from lockstep.elastic.agent_link import AgentLink, CommOptions
 from lockstep.gradients.control_word import CHANGE, STOP
@@ -17,8 +18,19 @@ class WorkerGroup:
     ``start_size`` is the number of workers that the run began with. A newcomer must use it instead of today's number.
     """
 
-    def __init__(self, comm: Comm, start_size: int, link: AgentLink | None = None) -> None:
+    def __init__(self, comm: Comm, start_size: int, link: AgentLink | None = None, *, is_newcomer: bool = False) -> None:
         self.comm, self.start_size, self.link = comm, start_size, link
+        self.is_newcomer = is_newcomer
+        """Whether this worker runs its script up to the loop that the others are in. Until then ``comm`` connects it to nobody."""
+
+    @property
+    def rank(self) -> int:
+        """This worker's rank; for a newcomer, the rank that it will probably have."""
+        return self.link.run_size if self.is_newcomer and self.link is not None else self.comm.rank
+
+    @property
+    def size(self) -> int:
+        return self.link.run_size + 1 if self.is_newcomer and self.link is not None else self.comm.size
 
     @property
     def generation(self) -> int:
@@ -32,7 +44,7 @@ class WorkerGroup:
 
     def report(self, **packet: object) -> None:
         """Send a packet to the agent from rank 0. It does nothing on other ranks or without an agent."""
-        if self.link is not None and self.comm.rank == 0:
+        if self.link is not None and self.rank == 0:
             self.link.send(**packet)
 
 
@@ -50,9 +62,12 @@ def join_workers(endpoint: AgentEndpoint | None, options: CommOptions, max_worke
             timeout_s=options.timeout_s,
             kind=options.kind,
             need_bytes=options.bucket_bytes(World.detect().size),
+            place=options.place,
         )
         return WorkerGroup(comm, comm.size)
     options = replace(options, timeout_s=min(options.timeout_s, endpoint.hang_timeout_s))
     link = AgentLink(endpoint, options)
-    comm = link.join(max_workers or endpoint.start_size)
-    return WorkerGroup(comm, endpoint.start_size or comm.size, link)
+    joined = link.join(max_workers or endpoint.start_size)
+    if joined is None:  # the run is under way: this worker joins at the loop that the others are in
+        return WorkerGroup(loopback(1, options.timeout_s)[0], endpoint.start_size, link, is_newcomer=True)
+    return WorkerGroup(joined, endpoint.start_size or joined.size, link)

@@ -1,8 +1,9 @@
 """The control word: what every worker sends to all others once per step, beside the last bucket. One small gather.
 
-    step | settings hash | requests | weights of my lanes | which parameters had gradients | which buffers changed
+    step, position | settings hash | requests | weights of my lanes | which parameters had gradients | which buffers changed
 
-It is not part of the bucket: it must not be rounded to the bucket's dtype, and on CUDA it needs no synchronisation with the device.
+Workers compare step and position before they use anything else of it: workers of different loops must not train together. It is
+not part of the bucket: it must not be rounded to the bucket's dtype, and on CUDA it needs no synchronisation with the device.
 """
 
 from __future__ import annotations
@@ -15,8 +16,13 @@ from dataclasses import dataclass
 import torch
 
 from lockstep.comm.base import Comm
+from lockstep.comm.blame import name_ranks
+from lockstep.errors import UsageError
 
-_HEAD = struct.Struct("<qqq")
+_HEAD = struct.Struct("<qqqqqq")
+
+Position = tuple[int, int, int]
+"""Where a step is: the stage of its loop (0 for the first loop of the script), its epoch, and its index in the epoch."""
 
 # Request bits. Plain integers: an operation on an IntFlag takes 0.8 us, and each step tests each bit of each worker.
 WEIGHED, COUNTED = 1, 2
@@ -42,6 +48,7 @@ class ControlWord:
     """
 
     step: int
+    position: Position
     settings_hash: int
     requests: int
     weights: tuple[float, ...]
@@ -51,16 +58,22 @@ class ControlWord:
     def pack(self, most_lanes: int) -> bytes:
         """Returns equally many bytes on every worker if ``most_lanes`` is the largest number of lanes of a worker."""
         weights = (*self.weights, *[-1.0] * (most_lanes - len(self.weights)))  # -1: no such lane
-        head = _HEAD.pack(self.step, self.settings_hash, self.requests)
+        head = _HEAD.pack(self.step, *self.position, self.settings_hash, self.requests)
         return head + struct.pack(f"<{most_lanes}d", *weights) + self.present + self.changed
 
     @staticmethod
     def unpack(data: bytes, most_lanes: int, params: int) -> ControlWord:
         weights = struct.unpack_from(f"<{most_lanes}d", data, _HEAD.size)
         at = _HEAD.size + 8 * most_lanes
-        step, settings_hash, requests = _HEAD.unpack_from(data)
+        step, stage, epoch, index, settings_hash, requests = _HEAD.unpack_from(data)
         return ControlWord(
-            step, settings_hash, requests, tuple(w for w in weights if w >= 0), data[at : at + params], data[at + params :]
+            step,
+            (stage, epoch, index),
+            settings_hash,
+            requests,
+            tuple(w for w in weights if w >= 0),
+            data[at : at + params],
+            data[at + params :],
         )
 
 
@@ -72,6 +85,22 @@ def exchange_words(comm: Comm, word: ControlWord, most_lanes: int) -> list[Contr
     everyone = torch.empty(comm.size, len(mine), dtype=torch.uint8)
     comm.all_gather(everyone, mine, f"the control word of step {word.step}").wait()
     return [ControlWord.unpack(string_at(row.data_ptr(), row.numel()), most_lanes, len(word.present)) for row in everyone]
+
+
+def require_same_position(words: Sequence[ControlWord]) -> None:
+    """Raises UsageError on every rank if the workers that sent ``words`` are not all at the same step of the same loop."""
+    ranks: dict[tuple[int, Position], list[int]] = {}
+    for rank, word in enumerate(words):
+        ranks.setdefault((word.step, word.position), []).append(rank)
+    if len(ranks) > 1:
+        each = "; ".join(
+            f"{name_ranks(found)} at step {step} of the run (loop {stage}, epoch {epoch}, step {index} of the epoch)"
+            for (step, (stage, epoch, index)), found in ranks.items()
+        )
+        raise UsageError(
+            f"the workers are in different loops or steps: {each}. Every worker must run the same loops over run.shard(...) and "
+            "leave them at the same step: look for a `break`, a `return` or an exception that only some workers reach."
+        )
 
 
 def union(flags: Sequence[bytes]) -> bytes:

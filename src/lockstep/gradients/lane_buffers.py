@@ -40,15 +40,16 @@ class LaneBuffers:
         self._versions: list[int] = []
         self._large_that_change: set[int] = set()
         self._changed_values: dict[int, dict[int, Tensor]] = {}  # lane -> {buffer: value after the lane}
-        self._step = 0
+        self._step, self._has_begun = 0, False
 
     def rebind(self, comm: Comm, fold: Fold) -> None:
         """Continue with another set of workers."""
         self._comm, self._fold = comm, fold
+        self._has_begun = False
 
     def start_step(self, step: int) -> None:
         """A step begins: every lane will start from the present values."""
-        self._step = step
+        self._step, self._has_begun = step, True
         tensors = self._buffers.tensors()
         if len(tensors) != len(self._initial) or any(t.shape != b.shape for t, b in zip(tensors, self._initial, strict=True)):
             self._initial = [tensor.detach().clone() for tensor in tensors]
@@ -86,7 +87,12 @@ class LaneBuffers:
         return bytes(k in changed for k in range(len(self._initial)))
 
     def fingerprints(self) -> list[list[str]]:
-        """Returns a row (kind, name, hash) for each small buffer at the step's beginning."""
+        """Returns a row (kind, name, hash) for each small buffer at the step's beginning.
+
+        Returns no rows, on every worker, if no step has begun with these workers: a newcomer does not know how the last one began.
+        """
+        if not self._has_begun:
+            return []
         named = zip(self._buffers.named(), self._initial, strict=False)
         return [["buffer", name, f"{zlib.crc32(bytes(bits(b).tolist())):08x}"] for (name, _), b in named if _is_small(b)]
 

@@ -2,7 +2,7 @@
 
 Knows nothing of data, optimizers or recovery. The caller says which lane comes next; autograd does the rest:
 
-    start_step -> start_lane -> [user: forward, backward] -> start_lane -> [...] -> AVERAGED
+    start_step -> start_lane -> [user: forward, backward] -> start_lane -> [...] -> AVERAGED -> confirm -> CONFIRMED
 
 The engine is always in one ``Phase``. A backward in a phase that does not allow it raises UsageError.
 """
@@ -19,7 +19,15 @@ from torch import nn
 from lockstep.comm.base import Comm
 from lockstep.errors import PeerError, UsageError
 from lockstep.gradients.autograd_hooks import AutogradHooks
-from lockstep.gradients.control_word import COUNTED, WEIGHED, ControlWord, exchange_words, union
+from lockstep.gradients.control_word import (
+    COUNTED,
+    WEIGHED,
+    ControlWord,
+    Position,
+    exchange_words,
+    require_same_position,
+    union,
+)
 from lockstep.gradients.lane_buffers import LaneBuffers
 from lockstep.gradients.lane_reducer import LaneReducer, LaneWeights, WeightedMicroBatch
 from lockstep.gradients.module import HookedModule
@@ -32,7 +40,9 @@ class Phase(enum.Enum):
     LANE = "a lane was started; its backward has not begun"
     BACKWARD = "inside a lane's backward"
     FOLDED = "the lane's gradients are in the partial sums; more lanes follow"
-    AVERAGED = "the averaged gradients of the step are set"
+    AVERAGED = "this worker has the averages of the step; other workers may still wait for theirs"
+    UNCONFIRMED = "every worker has the averages, and this worker has what all have logged; others may still wait for that"
+    CONFIRMED = "every worker has the averages and what all have logged: the step may commit"
     DISCARDED = "the set of workers changed; this micro-batch counts for nothing"
 
 
@@ -52,7 +62,9 @@ class EngineCallbacks:
     on_averaged: Callable[[], None] = lambda: None
     """Called when the averaged gradients of the step are set."""
     on_peer_lost: Callable[[PeerError], None] | None = None
-    """Called at the end of a backward in which a peer was lost; the micro-batch is then discarded. None: backward() raises."""
+    """Called when a peer was lost in backward or in ``confirm``; it confirms or discards the step. None: the error is raised."""
+    share_logged: Callable[[Comm], None] = lambda comm: comm.barrier("what was logged")
+    """Called on all ranks when this rank has the averages. It returns when this rank has what every rank has logged."""
     requests: Callable[[], int] = lambda: 0
     """Returns the request bits that this worker sends with the step (control_word.py)."""
 
@@ -130,9 +142,13 @@ class LaneEngine:
 
     # -- called by the training loop ---------------------------------------------------------
 
-    def start_step(self, step: int, counts: Sequence[int]) -> None:
-        """A step begins, possibly again. ``counts``: the number of samples of every lane of the run."""
-        self.step = step
+    def start_step(self, step: int, counts: Sequence[int], position: Position = (0, 0, 0)) -> None:
+        """A step begins, possibly again.
+
+        ``counts``: the number of samples of every lane of the run. ``position``: (stage of the loop, epoch, index in the epoch),
+        which must be equal on all ranks.
+        """
+        self.step, self._position = step, position
         self._weights = LaneWeights(step, counts, self.my_lanes)
         self._settings_hash: int | None = None
         self._reducer.start_step(step)
@@ -148,6 +164,32 @@ class LaneEngine:
             param.grad = None
         self.phase = Phase.LANE
 
+    @property
+    def is_averaged(self) -> bool:
+        return self.phase in _AVERAGED
+
+    def confirm(self) -> None:
+        """Wait until every worker has the averages of the step and what all have logged. Called before the optimizer steps.
+
+        If a worker is lost meanwhile, the step is CONFIRMED or DISCARDED afterwards, on all survivors alike.
+        """
+        if self.phase is not Phase.AVERAGED:
+            return
+        on_peer_lost = self._callbacks.on_peer_lost
+        if on_peer_lost is not None and self.comm.size > 1:
+            try:
+                self._callbacks.share_logged(self.comm)
+                self.phase = Phase.UNCONFIRMED
+                self.comm.barrier(f"the confirmation of step {self.step}")
+            except PeerError as error:
+                on_peer_lost(error)
+                return
+        self.confirm_step()
+
+    def confirm_step(self) -> None:
+        """Allow the step to commit."""
+        self.phase = Phase.CONFIRMED
+
     def stop(self) -> None:
         """The loop is over. An unfinished step leaves no trace in the buffers."""
         self._abandon_step(Phase.IDLE)
@@ -157,7 +199,7 @@ class LaneEngine:
         self._abandon_step(Phase.DISCARDED)
 
     def _abandon_step(self, next_phase: Phase) -> None:
-        if self.phase not in (Phase.IDLE, Phase.AVERAGED, Phase.DISCARDED):
+        if self.phase not in (Phase.IDLE, Phase.CONFIRMED, Phase.DISCARDED):
             self._lane_buffers.restore()
         self.phase = next_phase
 
@@ -168,7 +210,7 @@ class LaneEngine:
     def weigh(self, weight: float) -> None:
         """Give the current lane this weight instead of its number of samples."""
         if self.phase is not Phase.LANE:
-            when = "after a lane's backward()" if self.phase in (Phase.FOLDED, Phase.AVERAGED) else "outside a lane"
+            when = "after a lane's backward()" if self.phase is Phase.FOLDED or self.is_averaged else "outside a lane"
             raise UsageError(f"run.weigh() was called {when}. Call it in the loop body, before backward().")
         self._weights.weigh(self._lane, weight)
 
@@ -229,15 +271,12 @@ class LaneEngine:
         if settings_hash != self._settings_hash:
             self._callbacks.on_settings_differ(None)
         requests, weights = self._callbacks.requests() | self._weights.kinds(), tuple(self._weights.mine.values())
-        return ControlWord(self.step, settings_hash, requests, weights, bytes(self._reducer.present), self._lane_buffers.changed())
+        present, changed = bytes(self._reducer.present), self._lane_buffers.changed()
+        return ControlWord(self.step, self._position, settings_hash, requests, weights, present, changed)
 
     def _compare(self, words: Sequence[ControlWord]) -> None:
+        require_same_position(words)
         for rank, word in enumerate(words):
-            if word.step != words[0].step:
-                raise UsageError(
-                    f"rank {rank} is at step {word.step}, but rank 0 is at step {words[0].step}. Every worker must run the same "
-                    "loops over run.shard(...) and leave them at the same step."
-                )
             if word.settings_hash != words[0].settings_hash:
                 self._callbacks.on_settings_differ(rank)
         kinds = {word.requests & (WEIGHED | COUNTED) for word in words} - {0}
@@ -248,6 +287,7 @@ class LaneEngine:
             )
 
 
+_AVERAGED = (Phase.AVERAGED, Phase.UNCONFIRMED, Phase.CONFIRMED)
 _WRONG_PHASE = {
     Phase.IDLE: (
         "backward() was called outside the loop over run.shard(...). Only inside the loop do gradients belong to a step. "
@@ -258,8 +298,9 @@ _WRONG_PHASE = {
         "backward() was called twice for one micro-batch: the gradients of this lane were already added up. Add the losses and "
         "call backward() once. (A reentrant checkpoint in a submodule that is called directly looks the same: use_reentrant=False.)"
     ),
-    Phase.AVERAGED: (
+    **dict.fromkeys(
+        _AVERAGED,
         "backward() was called twice for one micro-batch: the gradients of this step were already averaged. "
-        "Add the losses and call backward() once."
+        "Add the losses and call backward() once.",
     ),
 }

@@ -1,1 +1,1 @@
-"""Starts, watches and ends workers: `lockstep run`. No torch outside the zygote."""
+"""`lockstep run`: starts, supervises and stops the workers of one machine. Only the zygote and the workers import torch."""

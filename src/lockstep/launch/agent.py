@@ -20,8 +20,12 @@ from lockstep.launch.console import Console, Failure, worker_name
 from lockstep.launch.control_socket import ControlSocket
 from lockstep.launch.environment import threads_per_worker, worker_environment
 from lockstep.launch.exit_status import ExitStatus
+from lockstep.launch.idle_times import IdleTimes
+from lockstep.launch.key_value_store import KeyValueStore
 from lockstep.launch.logs import Logs
 from lockstep.launch.nonblocking_output import NonblockingOutput
+from lockstep.launch.own_clock import OwnClock
+from lockstep.launch.recorded_results import RecordedResults
 from lockstep.launch.run_folder import RunFolder
 from lockstep.launch.shutdown import Shutdown
 from lockstep.launch.worker import STACK_SIGNAL, Entrypoint, WorkerSpec
@@ -29,6 +33,7 @@ from lockstep.launch.worker_messages import event_of, progress_of
 from lockstep.launch.worker_processes import WorkerProcesses
 from lockstep.plan import membership_events as events
 from lockstep.plan.membership import begin, decide
+from lockstep.plan.membership_hangs import is_watching
 from lockstep.plan.membership_state import Policy
 
 _TICK_S = 0.1
@@ -61,6 +66,12 @@ class Agent:
         self._control_socket = ControlSocket(run_folder.address, self._selector, self._answer)
         self._shutdown = Shutdown(self._workers, self._console, settings.grace_s, self._name)
         self._exit_status = ExitStatus(self._console, run_folder.path)
+        self._store = KeyValueStore(self._workers.send)
+        self._results = RecordedResults(self._workers.send, self._console.say)
+        self._idle_times = IdleTimes()
+        self._idle_at = 0.0
+        self._run_folder_error_shown = False
+        self._clock = OwnClock()
         self._state, self._first_actions, _ = begin(settings.size, settings.policy)
         self._ranks: dict[int, int] = {id: id for id in range(settings.size)}
         self._pending_spawns: list[tuple[float, tuple[int, ...]]] = []  # (when, workers)
@@ -83,7 +94,10 @@ class Agent:
             self._workers.start_zygote()
             self._perform(self._first_actions)
             while not self._shutdown.has_begun or self._workers.ids:
-                for key, _ in self._selector.select(self._select_timeout_s()):
+                timeout_s = self._select_timeout_s()
+                ready = self._selector.select(timeout_s)
+                self._clock.advance(timeout_s)
+                for key, _ in ready:
                     key.data()
                 self._on_time(time.monotonic())
             if self._shutdown.signal is not None:
@@ -108,6 +122,10 @@ class Agent:
 
     def _on_time(self, now: float) -> None:
         self._output.flush()
+        if self._run_folder.error is not None and not self._run_folder_error_shown:
+            self._run_folder_error_shown = True
+            path, why = self._run_folder.path / "events.jsonl", self._run_folder.error.strerror
+            self._console.say(f"{path} cannot be written ({why}). Events are lost until it can. Training continues.")
         self._console.redraw(now)
         self._shutdown.on_time(now)
         for id in [id for id, when in self._pending_kills.items() if when <= now]:
@@ -117,16 +135,29 @@ class Agent:
         self._pending_spawns = [entry for entry in self._pending_spawns if entry not in due]
         for _, ids in due:
             self._spawn(ids)
-        self._decide(events.Tick())
+        self._workers.kill_hung_zygote(self._clock.now(), self._settings.policy.hang_timeout_s)
+        self._decide(events.Tick(self._measure_idle(self._clock.now())))
+
+    def _measure_idle(self, now: float) -> tuple[tuple[int, float], ...]:
+        """How long each worker has used no CPU time, if membership needs it. Measured once a second, or more often if it must."""
+        if not is_watching(self._state) or now - self._idle_at < min(1.0, self._settings.policy.hang_timeout_s / 10):
+            return ()
+        self._idle_at = now
+        return tuple(self._idle_times.measure(self._workers.pids, now).items())
 
     # -- what happens ----------------------------------------------------------------------------
 
     def on_packet(self, worker: int, packet: packets.Packet) -> None:
+        if packet.get("type") == "store":
+            if not self._store.handle(worker, packet):
+                self._run_folder.record("unknown packet", worker=worker, type="store")
+            return
         progress, event = progress_of(packet), event_of(worker, self._workers.pid(worker), packet)
         if progress is not None:
             generation = self._state.generation if self._state.generation >= 0 else None
             workers = len(self._state.members) or len(self._workers.ids)
             self._console.show_progress(dataclasses.replace(progress, workers=workers, generation=generation), time.monotonic())
+            self._decide(events.Committed(worker, progress.step))
             return
         if event is None:
             self._on_status(worker, packet)
@@ -142,9 +173,15 @@ class Agent:
         self._decide(event)
 
     def _on_status(self, worker: int, packet: packets.Packet) -> None:
-        """A packet that changes no membership: a checkpoint was saved, or the workers have stopped."""
+        """A packet that changes no membership: a result for newcomers, a checkpoint was saved, or the workers have stopped."""
         kind, step = packet.get("type"), packet.get("step")
-        if kind == "saved" and isinstance(step, int):
+        if kind == "recorded":
+            for id in self._results.record(packet):
+                self._decide(events.LeaveRequested(id))
+        elif kind == "recall":
+            if not self._results.recall(worker, packet):
+                self._decide(events.LeaveRequested(worker))
+        elif kind == "saved" and isinstance(step, int):
             path = str(packet.get("where"))
             self._exit_status.checkpoint_saved(step, path)
             self._run_folder.record("saved", step=step, where=path)
@@ -159,6 +196,8 @@ class Agent:
             self._console.write_output(stream, data)
 
     def on_exit(self, worker: int, pid: int, status: int) -> None:
+        self._store.forget(worker)
+        self._results.forget(worker)
         code, how = (status, f"exit code {status}") if status >= 0 else (128 - status, _signal_name(-status))
         self._run_folder.record("exited", worker=worker, pid=pid, how=how)
         has_reported = self._exit_status.has_reported(worker)
@@ -171,6 +210,10 @@ class Agent:
             self._decide(events.ScriptFinished(worker))  # os._exit(0), and no other worker depends on this one
         self._decide(events.Died(worker, how, exited=status >= 0))
         self._logs.close(worker)
+
+    def on_zygote_hung(self, why: str) -> None:
+        self._console.say(why)
+        self._run_folder.record("zygote hung", why=why)
 
     def on_not_started(self, workers: list[int], why: str, *, is_fatal: bool) -> None:
         self._console.say(why)
@@ -210,8 +253,8 @@ class Agent:
     # -- decisions, and their actions -------------------------------------------------------------
 
     def _decide(self, event: events.Event) -> str:
-        self._state, actions, why = decide(self._state, event, time.monotonic())
-        if actions or not isinstance(event, events.Tick):
+        self._state, actions, why = decide(self._state, event, self._clock.now())
+        if actions or not isinstance(event, events.Tick | events.Committed):
             shown = [{type(action).__name__: dataclasses.asdict(action)} for action in actions]
             self._run_folder.record("event", event={type(event).__name__: dataclasses.asdict(event)}, actions=shown, why=why)
         self._perform(actions)
@@ -225,6 +268,10 @@ class Agent:
                         self._console.say(action.text)
                 case events.Form():
                     self._form(action)
+                case events.Prepare():
+                    self._send((action.worker,), {"type": "prepare", "size": action.size})
+                case events.SkipLoop():
+                    self._send((action.worker,), {"type": "pass", "stage": action.stage})
                 case events.Abort():
                     self._send(action.workers, {"type": "abort", "generation": action.generation, "why": action.why})
                 case events.Change():
@@ -256,6 +303,7 @@ class Agent:
     def _form(self, action: events.Form) -> None:
         self._ranks = {id: rank for rank, id in enumerate(action.members)}
         self._exit_status.generation_formed(action.members)
+        self._store.begin(action.number)
         self._send(action.members, {"type": "generation", "number": action.number, "members": action.members})
 
     def _spawn(self, ids: Sequence[int]) -> None:

@@ -23,12 +23,14 @@ class ExitStatus:
         self._reported: set[int] = set()
         self._finished: set[int] = set()
         self._members: set[int] = set()  # of all generations so far
+        self._staying: set[int] = set()  # of the last generation
         self._checkpoint: tuple[int, str] | None = None
         self._stopped_after: int | None = None
 
     def generation_formed(self, members: Sequence[int]) -> None:
         self._codes, self._peer_errors, self._traceback_shown = {}, {}, False
         self._members.update(members)
+        self._staying = set(members)
 
     def checkpoint_saved(self, step: int, path: str) -> None:
         """The newest checkpoint is of ``step``."""
@@ -70,22 +72,35 @@ class ExitStatus:
         # A worker that was still starting was ended by the agent's own signal.
         is_clean = not any(worker in self._members for worker in self._codes)
         if self._checkpoint is not None:
-            if self._stopped_after == self._checkpoint[0] and is_clean:
+            if self._is_saved and is_clean:
                 code, why = 0, f"{why} at step {self._stopped_after}, which is saved"
             self._console.say(f"{why}.{self._how_to_resume()}")
         return code, why
 
     def after_end(self, end: End) -> tuple[int, str]:
         """The run is over: show the last message; returns the exit code, which is the script's own if it failed, and the reason."""
-        code = self._code_after(end.code)
+        for note in end.notes:
+            self._console.say(note)
+        code, reason = self._code_after(end.code), end.why
+        if code == 0 and self._stopped_after is not None and not self._is_saved:
+            code, reason = (
+                128 + signal.SIGTERM,
+                f"all workers got SIGTERM and stopped at step {self._stopped_after}, which is not saved",
+            )
         if code != 0:
-            why = f"the run ended with code {code}: {first_line(end.why)}"
+            why = f"the run ended with code {code}: {first_line(reason)}"
             self._console.say(f"{why}. Its files are in {self._run_folder}.{self._how_to_resume()}")
-        return code, end.why
+        return code, reason
+
+    @property
+    def _is_saved(self) -> bool:
+        """Whether the step after which the workers stopped is saved."""
+        return self._checkpoint is not None and self._checkpoint[0] == self._stopped_after
 
     def _code_after(self, code: int) -> int:
-        if code == 0:  # once a generation was formed, the death of a worker that had not finished is made good
-            return next((c for worker, c in self._codes.items() if worker in self._finished or not self._members), 0)
+        if code == 0:  # once a generation was formed, the death of a worker that had not finished, or had left, is made good
+            finished = self._finished & self._staying
+            return next((c for worker, c in self._codes.items() if worker in finished or not self._members), 0)
         if not self._traceback_shown:
             for failure in list(self._peer_errors.values())[:1]:
                 self._console.show_failure(failure, with_traceback=True)

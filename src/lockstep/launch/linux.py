@@ -1,4 +1,4 @@
-"""Linux calls that Python does not offer, about the parent and the children of this process. Knows nothing of workers."""
+"""What Linux offers and Python does not, about this process, its parent and its children. Knows nothing of workers."""
 
 from __future__ import annotations
 
@@ -35,6 +35,17 @@ def children() -> list[int]:
 def threads() -> int:
     """Returns how many threads this process has, including the threads that Python does not know."""
     return len(os.listdir("/proc/self/task"))
+
+
+def cpu_seconds(pid: int) -> float | None:
+    """Returns how much CPU time a process and its descendants have used; None if there is no such process."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        children = " ".join(path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")).split()
+    except OSError:
+        return None
+    own = sum(int(ticks) for ticks in fields[11:15]) / os.sysconf("SC_CLK_TCK")  # user, system, and those of reaped children
+    return own + sum(cpu_seconds(int(child)) or 0.0 for child in children)
 
 
 def _parent(process: Path) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import socket
@@ -16,32 +17,39 @@ _PATH_BYTES = 100
 
 
 class RunFolder:
-    """Made by ``create``. ``record`` appends to ``events.jsonl`` without buffering: a killed agent loses no entry."""
+    """Made by ``create``. ``record`` appends to ``events.jsonl`` without buffering: a killed agent loses no entry.
 
-    def __init__(self, path: Path) -> None:
+    ``folder``: a descriptor of the folder. Its lock shows that a run uses the folder, and ends with this process.
+    """
+
+    def __init__(self, path: Path, folder: int) -> None:
         self.path = path
         self.socket_path = path / "agent.sock"
-        self._folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        self.error: OSError | None = None
+        """The first error of ``record``."""
+        self._folder = folder
         self._events = os.open(path / "events.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 
     @staticmethod
     def create(requested: str | None, now: float) -> RunFolder:
         """Make the folder ``requested``, or one named by time and pid under ./lockstep-runs. Moves files of an earlier run aside.
 
-        Raises UsageError if the folder cannot be made, or if another run uses it now.
+        Raises UsageError if the folder cannot be made, belongs to another user, or if another run uses it now.
         """
         name = time.strftime("%Y%m%d-%H%M%S", time.localtime(now)) + f"-{os.getpid()}"
         path = Path(requested) if requested is not None else Path("lockstep-runs") / name
         path = Path(os.path.abspath(path))
+        _require_utf8(path)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.mkdir(mode=0o700, exist_ok=True)
-            path.chmod(0o700)
-            if _has_running_agent(path):
-                raise UsageError(f"another run uses {path} (its agent.sock answers). Wait for it, or choose another --run-dir.")
+            folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+            _require_own(folder, path)
+            os.fchmod(folder, 0o700)
+            _lock(folder, path)
             _move_aside(path)
             (path / "workers").mkdir(mode=0o700)
-            return RunFolder(path)
+            return RunFolder(path, folder)
         except OSError as error:
             raise UsageError(
                 f"the run folder {path} cannot be made ({error.strerror}: {error.filename}). Choose another one with --run-dir DIR."
@@ -58,6 +66,7 @@ class RunFolder:
 
     @property
     def store(self) -> Path:
+        """Where workers that use no ``lockstep.Run`` (``replicate``) find each other."""
         return self.path / "store"
 
     @property
@@ -73,13 +82,15 @@ class RunFolder:
         line = json.dumps({"time": time.time(), "kind": kind, **facts}, default=str)
         try:
             os.write(self._events, line.encode() + b"\n")
-        except OSError:
-            pass  # a full disk must not end the run; the logs are on the same disk and say so on the console
+        except OSError as error:  # a full disk must not end the run
+            self.error = self.error or error
 
     def close(self) -> None:
-        self.socket_path.unlink(missing_ok=True)
-        for store in self.path.glob("store*"):  # the files in which workers found each other
-            store.unlink(missing_ok=True)
+        for path in (self.socket_path, self.store, self.path / "agent.pid"):
+            try:
+                path.unlink(missing_ok=True)
+            except OSError:
+                pass  # the disk has become read-only: the lock says that no run uses the folder any more
         os.close(self._folder)
         os.close(self._events)
 
@@ -99,6 +110,41 @@ def connect(path: Path, timeout_s: float) -> socket.socket:
     return connection
 
 
+def _require_utf8(path: Path) -> None:
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        shown = os.fsencode(path).decode(errors="backslashreplace")
+        raise UsageError(
+            f"the name of the run folder, {shown}, is not UTF-8 text. Choose another one with --run-dir DIR."
+        ) from None
+
+
+def _require_own(folder: int, path: Path) -> None:
+    owner = os.fstat(folder).st_uid
+    if owner != os.geteuid():  # root too: its owner could replace files while root's run uses them
+        raise UsageError(f"the run folder {path} belongs to user {owner}, not to you. Choose another one with --run-dir DIR.")
+
+
+def _lock(folder: int, path: Path) -> None:
+    """Lock the folder until this process ends. A lock is not a file, so no cleaner can remove it, and none is left behind."""
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        try:
+            owner = f"pid {(path / 'agent.pid').read_text().strip()}"
+        except OSError:
+            owner = "its folder is locked"
+        raise UsageError(f"another run uses {path} ({owner}). Wait for it, or choose another --run-dir.") from None
+    except OSError:  # a file system without locks: an agent that runs there answers
+        if _has_running_agent(path):
+            raise UsageError(
+                f"another run uses {path} (its agent.sock answers). Wait for it, or choose another --run-dir."
+            ) from None
+    (path / "agent.pid").unlink(missing_ok=True)
+    (path / "agent.pid").write_text(f"{os.getpid()}\n")
+
+
 def _has_running_agent(path: Path) -> bool:
     try:
         connect(path, 1.0).close()
@@ -112,9 +158,8 @@ def _short(path: Path, folder: str) -> str:
 
 
 def _move_aside(path: Path) -> None:
-    (path / "agent.sock").unlink(missing_ok=True)
-    for store in path.glob("store*"):  # with an old store, workers would find those of the earlier run
-        store.unlink()
+    for name in ("agent.sock", "store"):  # with an old store, workers would find those of the earlier run
+        (path / name).unlink(missing_ok=True)
     left = [entry for name in ("events.jsonl", "workers", "ledger", "zygote.txt") if (entry := path / name).exists()]
     if not left:
         return

@@ -91,8 +91,7 @@ def run_script(entrypoint: Entrypoint, spec: WorkerSpec, restored_env: dict[str,
         if value is not None:
             os.environ[name] = value
     os.environ.update(spec.env, LOCKSTEP_AGENT_FD=str(agent))
-    stack = open(Path(spec.env["LOCKSTEP_RUN_DIR"]) / "workers" / str(spec.id) / "stack.txt", "w")  # noqa: SIM115 - open to the end
-    faulthandler.register(STACK_SIGNAL, stack, all_threads=True)
+    faulthandler.register(STACK_SIGNAL, _open_stack_file(spec), all_threads=True)
     _set_up_libraries(spec.threads)
     report: packets.Packet = {"type": "finished", "code": 0}
     try:
@@ -103,7 +102,7 @@ def run_script(entrypoint: Entrypoint, spec: WorkerSpec, restored_env: dict[str,
             print(text, file=sys.stderr)
         if code != 0:
             error = f"SystemExit: {code if text is None else text}"[:2000]
-            report = {"type": "failed", "error": error, "traceback": "", "step": _step(), "code": code}
+            report = {"type": "failed", "error": error, "traceback": "", "step": _step(), "code": code, "place": _place(exit)}
     except BaseException as error:  # noqa: BLE001 - becomes an event of the agent, and the exit code of this process
         report = _failure(error)
     _flush()
@@ -204,7 +203,25 @@ def _failure(error: BaseException) -> packets.Packet:
         text = text[: _MAX_TRACEBACK_CHARS // 4] + "\n...\n" + text[-_MAX_TRACEBACK_CHARS * 3 // 4 :]
     last = "".join(traceback.format_exception_only(error)).strip()
     code = 130 if isinstance(error, KeyboardInterrupt) else 1
-    return {"type": "failed", "error": last[:2000], "traceback": text, "step": _step(), "code": code}
+    return {"type": "failed", "error": last[:2000], "traceback": text, "step": _step(), "code": code, "place": _place(error)}
+
+
+def _place(error: BaseException) -> str:
+    """ "ValueError at train.py:12": the exception and the innermost line of the main script that it came through."""
+    place = ""
+    main = getattr(sys.modules["__main__"], "__file__", None)
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if main is not None and frame.f_code.co_filename == main:
+            place = f"{type(error).__name__} at {main}:{line}"
+    return place
+
+
+def _open_stack_file(spec: WorkerSpec) -> Any:
+    """The file for the stacks of a worker that hangs. If it cannot be made (a full disk), they go to the log."""
+    try:
+        return open(Path(spec.env["LOCKSTEP_RUN_DIR"]) / "workers" / str(spec.id) / "stack.txt", "w")  # open to the end
+    except OSError:
+        return sys.stderr
 
 
 def _step() -> int:

@@ -17,7 +17,9 @@ def event_of(worker: int, pid: int | None, packet: Packet) -> events.Event | Non
     try:
         match packet["type"]:
             case "join":
-                return events.JoinRequested(worker, int(packet.get("most", 0)), pid)
+                return events.JoinRequested(worker, int(packet.get("most", 0)), pid, int(packet.get("stage", -1)))
+            case "stage":
+                return events.StageEntered(worker, int(packet["stage"]))
             case "ready":
                 return events.Ready(worker, int(packet["generation"]), int(packet["step"]))
             case "lost":
@@ -26,7 +28,7 @@ def event_of(worker: int, pid: int | None, packet: Packet) -> events.Event | Non
             case "leaving":
                 return events.LeaveRequested(worker)
             case "failed":
-                return events.ScriptRaised(worker, int(packet["step"]), str(packet["error"]))
+                return events.ScriptRaised(worker, int(packet["step"]), str(packet["error"]), str(packet.get("place", "")))
             case "finished":
                 return events.ScriptFinished(worker)
     except _MALFORMED:

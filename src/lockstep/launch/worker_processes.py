@@ -10,8 +10,9 @@ import selectors
 import signal
 import socket
 import time
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -22,6 +23,8 @@ from lockstep.launch.zygote_client import ZygoteClient
 _WORKERS_PER_REQUEST = packets.MAX_DESCRIPTORS // 3
 _READ_BYTES = 1 << 16
 _MAX_READS = 64
+_MAX_UNSENT = 4096
+"""More packets are queued only if a script floods its agent with requests and does not read the answers."""
 _REAP_TIMEOUT_S = 5.0
 
 
@@ -33,6 +36,8 @@ class WorkerObserver(Protocol):
 
     def on_exit(self, worker: int, pid: int, status: int) -> None:
         """The process is gone, and all its packets and output were passed on. ``status``: its exit code, or minus the signal."""
+
+    def on_zygote_hung(self, why: str) -> None: ...
 
     def on_not_started(self, workers: list[int], why: str, *, is_fatal: bool) -> None:
         """These workers have no process and will get none. ``is_fatal``: neither will any other."""
@@ -46,6 +51,8 @@ class WorkerProcess:
     connection: socket.socket
     outputs: dict[int, int]
     pid: int | None = None
+    unsent: deque[packets.Packet] = field(default_factory=deque)
+    """Packets for which the socket has no room now."""
 
     @property
     def id(self) -> int:
@@ -77,6 +84,11 @@ class WorkerProcesses:
         """The workers that are running or being started."""
         return list(self._processes)
 
+    @property
+    def pids(self) -> dict[int, int]:
+        """The pids of the workers that have a process."""
+        return {id: process.pid for id, process in self._processes.items() if process.pid is not None}
+
     def pid(self, id: int) -> int | None:
         process = self._processes.get(id)
         return None if process is None else process.pid
@@ -88,13 +100,12 @@ class WorkerProcesses:
             self._zygote.fork(some, [descriptor for spec in some for descriptor in self._open(spec)])
 
     def send(self, id: int, packet: packets.Packet) -> None:
-        """The packet is discarded if the worker is gone or does not read."""
+        """Send a packet, now or as soon as the worker reads. It is discarded if the worker is gone, or never reads."""
         process = self._processes.get(id)
-        if process is not None:
-            try:
-                packets.send(process.connection, packet)
-            except OSError:
-                pass
+        if process is not None and process.connection.fileno() >= 0 and len(process.unsent) < _MAX_UNSENT:
+            process.unsent.append(packet)
+            if len(process.unsent) == 1:
+                self._send_unsent(process)
 
     def signal(self, id: int, number: int) -> None:
         pid = self.pid(id)
@@ -126,6 +137,12 @@ class WorkerProcesses:
             self._remove(process)
             self._observer.on_exit(process.id, pid, os.waitstatus_to_exitcode(status))
         self._kill_orphans()
+
+    def kill_hung_zygote(self, now: float, hang_timeout_s: float) -> None:
+        """Kill the zygote if it was asked for a worker and has used no CPU time for the hang timeout. Another one is started."""
+        why = self._zygote.kill_if_hung(now, hang_timeout_s)
+        if why:
+            self._observer.on_zygote_hung(why)
 
     def close(self) -> None:
         """Kill and reap all descendants of this process. May be called twice."""
@@ -172,11 +189,32 @@ class WorkerProcesses:
         connection.setblocking(False)
         (out, remote_out), (err, remote_err) = os.pipe(), os.pipe()
         process = self._processes[spec.id] = WorkerProcess(spec, connection, {out: 1, err: 2})
-        self._selector.register(connection, selectors.EVENT_READ, lambda: self._read_packets(process))
+        self._selector.register(connection, selectors.EVENT_READ, lambda: self._on_socket(process))
         for output in process.outputs:
             os.set_blocking(output, False)
             self._selector.register(output, selectors.EVENT_READ, lambda output=output: self._read_output(process, output))
         return remote.detach(), remote_out, remote_err
+
+    def _on_socket(self, process: WorkerProcess) -> None:
+        if process.unsent:
+            self._send_unsent(process)
+        self._read_packets(process)
+
+    def _send_unsent(self, process: WorkerProcess) -> None:
+        """Send what the socket takes. The selector says when it takes more."""
+        while process.unsent:
+            try:
+                packets.send(process.connection, process.unsent[0])
+            except BlockingIOError:
+                break
+            except OSError:
+                pass  # the worker is gone, or the packet is too large
+            process.unsent.popleft()
+        if process.connection.fileno() >= 0:
+            write = selectors.EVENT_WRITE if process.unsent else 0
+            key = self._selector.get_key(process.connection)
+            if key.events != selectors.EVENT_READ | write:
+                self._selector.modify(process.connection, selectors.EVENT_READ | write, key.data)
 
     def _read_packets(self, process: WorkerProcess) -> None:
         while process.connection.fileno() >= 0:

@@ -16,11 +16,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import BinaryIO, Protocol
 
 import lockstep
 from lockstep.launch import packets
 from lockstep.launch.environment import THREAD_VARIABLES, WORKER_VARIABLES
+from lockstep.launch.idle_times import IdleTimes
 from lockstep.launch.worker import Entrypoint, WorkerSpec
 
 _MAX_FAILED_STARTS = 3
@@ -56,6 +57,7 @@ class ZygoteClient:
         self._current: ZygoteProcess | None = None
         self._failed_starts = 0
         self._has_forked = False
+        self._idle_times = IdleTimes()
         self._env = {name: value for name, value in os.environ.items() if name not in WORKER_VARIABLES}
         restored_env = {name: self._env.get(name) for name in (*THREAD_VARIABLES, "PYTHONHASHSEED", "PYTHONPATH")}
         self._prepare = {
@@ -87,7 +89,7 @@ class ZygoteClient:
         connection, remote = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
         command = [sys.executable, *flags, "-P", "-m", "lockstep.launch.zygote", str(remote.fileno()), str(os.getpid())]
-        with open(self._log, "ab") as log, remote:
+        with self._open_log() as log, remote:
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -99,10 +101,20 @@ class ZygoteClient:
             )
         zygote = self._current = ZygoteProcess(process, connection)
         self._zygotes.append(zygote)
-        packets.send(connection, self._prepare)
-        connection.setblocking(False)
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._on_packet(zygote))
+        try:
+            packets.send(connection, self._prepare)
+        except OSError:
+            pass  # the zygote is dead; when the selector sees that, another zygote is started
+        connection.setblocking(False)
         return zygote
+
+    def _open_log(self) -> BinaryIO:
+        """If the file cannot be written (a full disk), the zygote's output is discarded."""
+        try:
+            return open(self._log, "ab")
+        except OSError:
+            return open(os.devnull, "ab")
 
     def fork(self, specs: Sequence[WorkerSpec], descriptors: Sequence[int]) -> None:
         """Request workers. Three descriptors for each (worker.Descriptors), which are closed here."""
@@ -116,6 +128,22 @@ class ZygoteClient:
         zygote.connection.setblocking(False)
         for descriptor in descriptors:
             os.close(descriptor)
+
+    def kill_if_hung(self, now: float, hang_timeout_s: float) -> str:
+        """Kill a zygote that was asked for workers and uses no CPU time; returns what happened, or "".
+
+        To import torch may take long, but not without CPU time.
+        """
+        zygote = self._current
+        watched = {0: zygote.process.pid} if zygote is not None and zygote.requested else {}
+        if zygote is None or self._idle_times.measure(watched, now).get(0, 0.0) <= hang_timeout_s:
+            return ""
+        os.kill(zygote.process.pid, signal.SIGKILL)  # when the selector sees that, the workers are requested again
+        ids = ", ".join(str(id) for id in sorted(zygote.requested))
+        return (
+            f"the process that starts workers (pid {zygote.process.pid}) hangs and is killed: it was asked for worker {ids} "
+            f"and has used no CPU time for {hang_timeout_s:g} s. Another one is started. --hang-timeout raises the limit"
+        )
 
     def kill_current(self) -> None:
         """Kill the current zygote. The workers that it has not forked are not started."""

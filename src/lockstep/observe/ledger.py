@@ -3,12 +3,14 @@
 A worker writes the samples of a step before it sends the first bucket of its last lane, and another line when the step commits.
 A step commits only after every worker of the generation has sent its buckets, hence has written its samples: the ledger is
 complete, whichever worker is killed at whatever time. ``audit`` checks that every sample was committed exactly once.
+Training does not depend on it: if it cannot be written (a full disk), a warning says so once, and ``audit`` finds what is missing.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -21,8 +23,16 @@ class Ledger:
     """One worker's file. Every line is one ``write`` system call, so it survives any end of this process."""
 
     def __init__(self, folder: str, worker: int) -> None:
-        Path(folder).mkdir(exist_ok=True)
-        self._file = os.open(Path(folder, f"{worker}.jsonl"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self._path = Path(folder, f"{worker}.jsonl")
+        self._file = -1
+        self._is_torn = False
+        """The last line was written in part."""
+        self._warned = False
+        try:
+            Path(folder).mkdir(exist_ok=True)
+            self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        except OSError as error:
+            self._warn(error)
 
     def record_samples(self, step: int, generation: int, position: tuple[int, int, int], lanes: dict[int, list[int]]) -> None:
         """Write the sample indices of this worker's lanes, before the step commits.
@@ -36,11 +46,27 @@ class Ledger:
         self._write({"kind": "commit", "step": step, "generation": generation})
 
     def _write(self, line: dict[str, Any]) -> None:
-        os.write(self._file, json.dumps(line).encode() + b"\n")
+        if self._file < 0:
+            return
+        data = (b"\n" if self._is_torn else b"") + json.dumps(line).encode() + b"\n"
+        try:
+            while data:  # the second time it writes the rest, or raises the error that left no room for it
+                data = data[os.write(self._file, data) :]
+                self._is_torn = bool(data)
+        except OSError as error:
+            self._warn(error)
+
+    def _warn(self, error: OSError) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"the ledger {self._path} cannot be written ({error.strerror}). It will be incomplete; training continues.",
+                stacklevel=2,
+            )
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
-    """Return the lines of all workers' files in a ledger's folder.
+    """Return the lines of all workers' files in a ledger's folder. A line that was written in part (a full disk) is left out.
 
     Raises:
         UsageError: If the folder has no ledger.
@@ -48,7 +74,17 @@ def read(folder: Path) -> list[dict[str, Any]]:
     files = sorted(folder.glob("*.jsonl"))
     if not files:
         raise UsageError(f"there is no ledger in {folder}. Start the run with `lockstep run --ledger`, and pass RUN_DIR/ledger.")
-    return [json.loads(line) for path in files for line in path.read_text().splitlines()]
+    lines = [_parse(line) for path in files for line in path.read_bytes().splitlines()]
+    return [line for line in lines if line is not None]
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    """The object of one line; None if the line is torn: no part of a JSON object is a JSON object."""
+    try:
+        parsed = json.loads(line)
+    except ValueError:
+        return None
+    return parsed if isinstance(parsed, dict) else None
 
 
 def audit(lines: Iterable[dict[str, Any]], samples: int, epochs: int) -> list[str]:

@@ -1,6 +1,9 @@
 """LaneLog: averages what the user logs in each lane over all lanes, by weight. The averages have the same bits on every worker.
 
-Values stay on their device until they are exchanged, every few steps: ``run.log`` itself waits for no device and sends nothing.
+Logged values are part of the state. Each worker shares its entries with all others: before a step commits (under an agent, for
+values on the host), before the workers change, before a checkpoint, and every few steps. From then on every worker holds them, so
+they survive its death, and a newcomer or a checkpoint receives them. A step commits only when every worker has the entries of all.
+A worker that dies takes along what it has logged since: log before ``opt.step()``.
 """
 
 from __future__ import annotations
@@ -18,15 +21,22 @@ from lockstep.errors import UsageError
 
 Sink = Callable[[int, dict[str, float]], None]
 """Receives (step, averages) on rank 0."""
+Averages = list[tuple[int, dict[str, float]]]
 
 
 class LaneLog:
-    """Collects logged values: ``note`` in any micro-batch, ``exchange`` between steps. ``latest`` holds the newest averages."""
+    """Collects logged values: ``note`` in any micro-batch, ``share`` in each step, ``collect`` and ``publish`` between steps.
+
+    ``latest`` holds the newest averages.
+    """
 
     def __init__(self, sinks: list[Sink]) -> None:
         self.latest: dict[str, float] = {}
         self._sinks = sinks
-        self._entries: list[tuple[int, int, float | None, dict[str, Any]]] = []  # step, lane, weight (None: not known yet), values
+        self._mine: list[_Entry] = []  # what this worker has not shared yet
+        self._shared: dict[str, list[Any]] = {}  # "step/lane/number" -> [step, lane, weight, {name: hex}], equal on every worker
+        self._published = -1  # the last step whose averages were published
+        self._number = 0
 
     def note(self, step: int, lane: int, values: Mapping[str, Any]) -> None:
         """Keep what the user logged in one lane of a step.
@@ -49,41 +59,89 @@ class LaneLog:
                     raise UsageError(
                         f"run.log({name}={value!r:.60}) is not a number. Log a number or a tensor of one element."
                     ) from None
-        self._entries.append((step, lane, None, kept))
+        self._number += 1
+        self._mine.append(_Entry(step, lane, self._number, kept))
 
     def weigh(self, weight: float) -> None:
         """Give the values that were noted since the last call this weight. Called at the end of each micro-batch."""
-        self._entries = [(step, lane, weight if known is None else known, values) for step, lane, known, values in self._entries]
+        for entry in self._mine:
+            if entry.weight is None:
+                entry.weight = weight
 
     def discard_step(self, step: int) -> None:
         """Drop the values of a step that did not commit: it will run again, and log again."""
-        self._entries = [entry for entry in self._entries if entry[0] != step]
+        self._mine = [entry for entry in self._mine if entry.step != step]
+        self._shared = {key: entry for key, entry in self._shared.items() if entry[0] != step}
 
-    def exchange(self, comm: Comm) -> None:
-        """Average what all workers noted since the last exchange, and pass the averages to rank 0's sinks, step by step.
+    def share(self, comm: Comm, *, reads_devices: bool = True) -> None:
+        """Give this worker's new entries to all workers. All workers must call this.
 
-        All workers must call this.
+        Args:
+            comm: Connects the workers.
+            reads_devices: Whether to include values on a GPU, for which the host must wait.
         """
-        mine = [
-            [step, lane, weight, {k: float(v).hex() for k, v in values.items()}] for step, lane, weight, values in self._entries
-        ]
-        texts = [json.dumps(mine).encode()]
+        ready = [entry for entry in self._mine if entry.weight is not None and (reads_devices or not entry.is_on_device)]
+        texts = [json.dumps({entry.key: entry.packed() for entry in ready}).encode() if ready else b""]
         if comm.size > 1:
             texts = gather_bytes(comm, texts[0], "what was logged")
-        self._entries = []  # only now: if a worker is lost in the exchange, all others repeat it
-        for step, values in average([entry for text in texts for entry in json.loads(text)]):
-            self.latest = values
-            for sink in self._sinks if comm.rank == 0 else []:
+        self._merge(texts)
+
+    def collect(self, comm: Comm) -> Averages:
+        """Return the averages of all entries that were not published yet, by step. All workers must call this between steps."""
+        self.share(comm)
+        return average(list(self._shared.values()))
+
+    def publish(self, averages: Averages, *, is_main: bool) -> None:
+        """Remember ``averages`` as published, and pass them to the sinks if this worker is rank 0.
+
+        A sink gets each step at most once: not at all if rank 0 dies before it has called the sink.
+        """
+        for step, values in averages:
+            self.latest, self._published = values, step
+            for sink in self._sinks if is_main else []:
                 sink(step, values)
+        self._merge([])
+
+    def realign(self, comm: Comm) -> None:
+        """Give every worker what some worker has received. All workers must call this, after a worker was lost."""
+        if comm.size > 1:
+            self._merge(gather_bytes(comm, json.dumps(self._shared).encode(), "what was logged before a worker was lost"))
+
+    def capture(self) -> dict[str, Any]:
+        return {"latest": self.latest, "published": self._published, "shared": json.dumps(self._shared)}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.latest, self._published = dict(state["latest"]), state["published"]
+        self._shared, self._mine = json.loads(state["shared"]), []
+
+    def _merge(self, texts: list[bytes]) -> None:
+        for text in texts:
+            if text:
+                self._shared |= json.loads(text)
+        self._shared = {key: entry for key, entry in self._shared.items() if entry[0] > self._published}
+        self._mine = [entry for entry in self._mine if entry.key not in self._shared and entry.step > self._published]
 
 
-def average(entries: list[Any]) -> list[tuple[int, dict[str, float]]]:
+class _Entry:
+    """What the user logged with one call. ``weight`` is None until the micro-batch's weight is known."""
+
+    def __init__(self, step: int, lane: int, number: int, values: dict[str, Any]) -> None:
+        self.step, self.lane, self.values = step, lane, values
+        self.key = f"{step}/{lane}/{number}"
+        self.weight: float | None = None
+        self.is_on_device = any(isinstance(value, Tensor) and value.device.type != "cpu" for value in values.values())
+
+    def packed(self) -> list[Any]:
+        return [self.step, self.lane, self.weight, {name: float(value).hex() for name, value in self.values.items()}]
+
+
+def average(entries: list[Any]) -> Averages:
     """Convert entries [step, lane, weight, {name: hex}] into (step, weighted means), sorted by step.
 
     Sums are exactly rounded (``math.fsum``), so the result does not depend on the order of the lanes.
     """
     by_step: dict[int, dict[str, list[tuple[float, float]]]] = {}
-    for step, _, weight, values in entries:
+    for step, _, weight, values in sorted(entries, key=lambda entry: entry[:2]):
         for name, value in values.items():
             by_step.setdefault(step, {}).setdefault(name, []).append((weight, float.fromhex(value)))
     return [(step, {name: _mean(pairs) for name, pairs in by_step[step].items()}) for step in sorted(by_step)]

@@ -9,14 +9,31 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class JoinRequested:
-    """A worker has constructed its Run and asks to become a member.
+    """A worker asks to become a member: ``stage`` -1 from ``Run(...)``, k from a newcomer at the entry of loop k of its script.
 
-    ``max_members``: how many workers the run can use, which is its number of lanes. More workers wait as spares. 0: any number.
+    ``max_members``: how many workers the run can use, which is its number of lanes. More workers wait as spares. 0: as before.
     """
 
     worker: int
     max_members: int = 0
     pid: int | None = None
+    stage: int = -1
+
+
+@dataclass(frozen=True)
+class StageEntered:
+    """Rank 0 has entered loop ``stage`` of the script."""
+
+    worker: int
+    stage: int
+
+
+@dataclass(frozen=True)
+class Committed:
+    """A member reports that ``step`` steps have committed. Not every step is reported."""
+
+    worker: int
+    step: int
 
 
 @dataclass(frozen=True)
@@ -48,11 +65,15 @@ class LeaveRequested:
 
 @dataclass(frozen=True)
 class ScriptRaised:
-    """The script of a worker raised an exception. Its process still exists and is about to exit."""
+    """The script of a worker raised an exception. Its process still exists and is about to exit.
+
+    ``place``: the exception's type and the line of the script, "ValueError at train.py:12"; empty if it is not known.
+    """
 
     worker: int
     step: int
     error: str
+    place: str = ""
 
 
 @dataclass(frozen=True)
@@ -83,10 +104,24 @@ class ScaleRequested:
 
 @dataclass(frozen=True)
 class Tick:
-    """Time has passed."""
+    """Time has passed. ``idle_s``: for workers that are watched, how long each has used no CPU time."""
+
+    idle_s: tuple[tuple[int, float], ...] = ()
 
 
-Event = JoinRequested | Ready | PeersLost | LeaveRequested | ScriptRaised | ScriptFinished | Died | ScaleRequested | Tick
+Event = (
+    JoinRequested
+    | StageEntered
+    | Committed
+    | Ready
+    | PeersLost
+    | LeaveRequested
+    | ScriptRaised
+    | ScriptFinished
+    | Died
+    | ScaleRequested
+    | Tick
+)
 
 
 # -- actions ---------------------------------------------------------------------------------
@@ -98,6 +133,22 @@ class Form:
 
     number: int
     members: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Prepare:
+    """Tell a newcomer that a generation of ``size`` members exists: it sets up without being a member."""
+
+    worker: int
+    size: int
+
+
+@dataclass(frozen=True)
+class SkipLoop:
+    """Tell a newcomer that waits at the entry of loop ``stage`` that the run has passed this loop."""
+
+    worker: int
+    stage: int
 
 
 @dataclass(frozen=True)
@@ -157,10 +208,11 @@ class Report:
 
 @dataclass(frozen=True)
 class End:
-    """The run is over. ``code``: 0 if it succeeded, else 1."""
+    """The run is over. ``code``: 0 if it succeeded, else 1. ``notes``: further sentences for the person who started the run."""
 
     code: int
     why: str
+    notes: tuple[str, ...] = ()
 
 
-Action = Form | Abort | Change | Stop | Spawn | Kill | Dismiss | Report | End
+Action = Form | Prepare | SkipLoop | Abort | Change | Stop | Spawn | Kill | Dismiss | Report | End

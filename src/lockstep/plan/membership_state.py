@@ -12,6 +12,7 @@ from lockstep.errors import InvariantError
 class Status(enum.Enum):
     STARTING = "starting"  # spawned, has not asked to join
     WAITING = "waiting"  # has asked to join, holds no training state
+    PREPARING = "preparing"  # a newcomer that runs its script towards the loop that the members are in
     MEMBER = "member"  # belongs to the current generation
     READY = "ready"  # has left the current generation, holds the training state, waits for the next generation
 
@@ -25,6 +26,15 @@ class Worker:
     finished: bool = False
     hung: bool = False
     """The agent was told to kill the worker because it hangs."""
+    is_replacement: bool = False
+    has_committed: bool = False
+    """Whether it was a member when a step committed."""
+    stage: int = -1
+    """WAITING: the loop of the script at whose entry it waits; -1: it waits in ``Run(...)``."""
+    steps: int = -1
+    """How many steps it had committed when it last left a generation; -1: it has not left one, or holds no state."""
+    lost_because: str = ""
+    """What it reported when it last lost its peers."""
 
     @property
     def name(self) -> str:
@@ -33,7 +43,10 @@ class Worker:
 
 @dataclass(frozen=True)
 class Policy:
-    """What the options of `lockstep run` say about lost workers. At most ``max_respawns`` are replaced within ``window_s``."""
+    """What the options of `lockstep run` say about lost workers.
+
+    At most ``max_respawns`` workers are replaced within ``window_s``, and at most as many in a row that never reach a commit.
+    """
 
     respawn: bool = True
     max_respawns: int = 10
@@ -59,6 +72,20 @@ class State:
     broken_by: str = ""
     departed: tuple[str, ...] = ()
     """How members were lost since the current generation was formed, for people: "worker 2 died (SIGKILL)"."""
+    unfinished: tuple[str, ...] = ()
+    """The workers that died since then before their script had ended. The next generation makes up for them; the end does not."""
+    formed: tuple[int, ...] = ()
+    """The members of the current generation when it was formed."""
+    formed_at_step: int = 0
+    """How many steps had committed then."""
+    fruitless: int = 0
+    """How many generations before this one ended with neither a commit nor a change of members, without a break."""
+    committed: int = 0
+    """The greatest number of committed steps that a member has reported."""
+    stage: int = -1
+    """The loop of the script that the members are in, or were in last; -1: none yet."""
+    ready_at: float | None = None
+    """When a member last left the current generation; None: none has."""
     arrived_at: float | None = None
     """Before the first generation: when a worker last asked to join or was respawned."""
     changing: bool = False
@@ -68,8 +95,14 @@ class State:
     ended: bool = False
     respawned_at: tuple[float, ...] = ()
     """Within ``policy.window_s``."""
+    failed_respawns: int = 0
+    """How many replacements died since a replacement last took part in a commit."""
+    not_replaced: tuple[str, ...] = ()
+    """The workers that died and were not replaced because of ``policy.max_respawns``."""
     failed_steps: tuple[int, ...] = ()
     """The steps at which scripts raised."""
+    failed_places: tuple[str, ...] = ()
+    """The exceptions that scripts raised, and where: "ValueError at train.py:12: ValueError: bad sample #"."""
 
     def __post_init__(self) -> None:
         alive = {worker.id for worker in self.workers}

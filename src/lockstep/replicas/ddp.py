@@ -1,6 +1,6 @@
 """DistributedDataParallel: Lockstep's replica behind the arguments and methods of torch's class of that name.
 
-A script that swaps the import trains as before. docs/ddp.md lists the differences.
+A script that swaps the import trains as before. docs/tutorials/torch_ddp.md lists the differences.
 """
 
 from __future__ import annotations

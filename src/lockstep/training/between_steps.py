@@ -9,7 +9,7 @@ from lockstep.elastic.recovery import Recovery
 from lockstep.elastic.worker_group import WorkerGroup
 from lockstep.gradients.control_word import CHANGE, STOP
 from lockstep.gradients.lane_engine import LaneEngine
-from lockstep.observe.log import LaneLog
+from lockstep.observe.log import Averages, LaneLog
 from lockstep.plan.step_end import StepEnd
 from lockstep.training.consistency import Consistency
 from lockstep.training.progress import Progress
@@ -34,8 +34,8 @@ class BetweenStepsTask(Protocol):
         What this worker remembers must depend on ``result`` alone.
         """
 
-    def loop_ended(self, step: int) -> None:
-        """Called by all workers at the end of a loop over the data."""
+    def loop_ended(self, step: int) -> Any:
+        """Do what is due at the end of a loop. All workers call it. Returns plain data for ``done``, or None."""
 
 
 class BetweenSteps:
@@ -61,7 +61,7 @@ class BetweenSteps:
             SystemExit: The whole run was asked to end.
         """
         if self._exchange.is_due():
-            self._recovery.together(self._exchange.perform)
+            self._exchange.done(self._recovery.together(self._exchange.perform))
         else:
             self._recovery.skip()
         for task in self._tasks:
@@ -74,6 +74,7 @@ class BetweenSteps:
             self._workers.report(type="stopped", step=now.step)
             raise SystemExit(self._exit_code())
         if any(request & CHANGE for request in now.requests):
+            self._recovery.together(self._exchange.share)  # a worker that leaves takes nothing along
             self._recovery.change_generation()
 
     def _step_end(self) -> StepEnd:
@@ -86,9 +87,11 @@ class BetweenSteps:
 
     def loop_ended(self, step: int) -> None:
         """Do what is due at the end of a loop. All workers call it."""
-        self._recovery.together(self._exchange.perform)
+        self._exchange.done(self._recovery.together(self._exchange.perform))
         for task in self._tasks:
-            self._recovery.together(lambda task=task: task.loop_ended(step))  # type: ignore[misc]
+            result = self._recovery.together(lambda task=task: task.loop_ended(step))  # type: ignore[misc]
+            if result is not None:
+                task.done(result)
 
 
 class LogExchange:
@@ -100,10 +103,19 @@ class LogExchange:
     def is_due(self) -> bool:
         return self._progress.step % self._every == 0
 
-    def perform(self) -> None:
-        """All workers call it."""
+    def perform(self) -> Averages:
+        """Return the averages of what was logged. All workers call it."""
+        self._consistency.compare_buffers(self._progress.step)
+        return self._log.collect(self._workers.comm)
+
+    def share(self) -> None:
+        """Give all workers what each has logged. All workers call it."""
+        self._log.share(self._workers.comm)
+
+    def done(self, averages: Averages) -> None:
+        """Publish the averages. They may come from another worker that had completed the exchange."""
         progress = self._progress
-        self._log.exchange(self._workers.comm)
-        self._consistency.compare_buffers(progress.step)
-        epoch = progress.loop.step.epoch if progress.loop is not None and progress.loop.step is not None else 0
-        self._workers.report(type="progress", step=progress.step, epoch=epoch, values=self._log.latest, samples=progress.samples)
+        self._log.publish(averages, is_main=self._workers.rank == 0)
+        self._workers.report(
+            type="progress", step=progress.step, epoch=progress.epoch, values=self._log.latest, samples=progress.samples
+        )

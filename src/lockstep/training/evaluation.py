@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.comm.base import Comm, bits
+from lockstep.comm.base import Comm
 from lockstep.comm.exchange import gather_bytes, require_equal
-from lockstep.comm.plain_state import buffer_of, empty_tensors, flatten, unflatten
+from lockstep.comm.plain_state import from_bytes, to_bytes
 from lockstep.data.map_source import MapSource
 from lockstep.data.open_source import open_source
 from lockstep.data.seeding import preserved_randomness, seed_everything
@@ -29,20 +29,10 @@ Sums = dict[str, Any]
 
 
 class Evaluations:
-    """The evaluations of one run.
-
-    Results of evaluations outside loops are kept: a newcomer or a resumed run that passes such an evaluation receives its result.
-    """
+    """The evaluations of one run."""
 
     def __init__(self, model: nn.Module, engine: LaneEngine, lanes: int, seed: int) -> None:
         self._model, self._engine, self._lanes, self._seed = model, engine, lanes, seed
-        self.kept: list[Sums] = []
-        self._passed = 0
-
-    def earlier(self) -> Sums | None:
-        """Return the kept result of the evaluation outside loops that the script has reached, or None if it has none yet."""
-        self._passed += 1
-        return dict(self.kept[self._passed - 1]) if self._passed <= len(self.kept) else None
 
     def evaluate(
         self,
@@ -100,11 +90,11 @@ def sum_everywhere(comm: Comm, mine: dict[int, Sums], lanes: int) -> Sums:
     """Return the sums over all lanes, as numbers and tensors on the host. All workers must call it."""
     everyone = dict(mine)
     if comm.size > 1:
-        skeleton, tensors = flatten(mine, "what evaluate sums")
+        skeleton, sums = to_bytes(mine, "what evaluate sums")
         skeletons = gather_bytes(comm, skeleton.encode(), "the names of what is summed")
-        contents = gather_bytes(comm, b"".join(bytes(buffer_of(tensor)) for tensor in tensors), "the sums")
+        contents = gather_bytes(comm, sums, "the sums")
         for text, content in zip(skeletons, contents, strict=True):
-            everyone.update(_read(text.decode(), content))
+            everyone.update(from_bytes(text.decode(), content))
     names = {tuple(sorted(sums)) for sums in everyone.values()}
     if len(names) > 1:
         raise UsageError(
@@ -126,17 +116,6 @@ def _micro_batches(source: MapSource | StreamSource, lanes: tuple[int, int]) -> 
             if not any(micro.count for micro in step):
                 return
             yield from step
-
-
-def _read(skeleton: str, content: bytes) -> dict[int, Sums]:
-    tensors = empty_tensors(skeleton, "cpu")
-    at = 0
-    for tensor in tensors:
-        if tensor.numel():
-            bits(tensor).copy_(torch.frombuffer(bytearray(content[at : at + tensor.nbytes]), dtype=torch.uint8))
-        at += tensor.nbytes
-    found: dict[int, Sums] = unflatten(skeleton, tensors)
-    return found
 
 
 def _tree(node: tuple[int, int], lanes: Mapping[int, Sums]) -> Sums | None:

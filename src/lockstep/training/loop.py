@@ -28,6 +28,7 @@ from lockstep.training.between_steps import BetweenSteps
 from lockstep.training.consistency import Consistency
 from lockstep.training.loop_checks import require_complete, require_same_data
 from lockstep.training.progress import CurrentLoop, Progress
+from lockstep.training.script_replay import LoopEntry, ScriptReplay
 from lockstep.training.step_commit import StepCommit
 from lockstep.training.step_gate import StepGate
 
@@ -42,6 +43,7 @@ class TrainingLoop:
         progress: Progress,
         workers: WorkerGroup,
         recovery: Recovery,
+        replay: ScriptReplay,
         engine: LaneEngine,
         commit: StepCommit,
         gate: StepGate,
@@ -50,7 +52,7 @@ class TrainingLoop:
         log: LaneLog,
         seed: int,
     ) -> None:
-        self._progress, self._workers, self._recovery, self._engine = progress, workers, recovery, engine
+        self._progress, self._workers, self._recovery, self._replay, self._engine = progress, workers, recovery, replay, engine
         self._commit, self._gate, self._consistency, self._between_steps = commit, gate, consistency, between_steps
         self._log, self._seed = log, seed
         self._abandoned: int | None = None  # the step in which the user left a loop, until a warning says so
@@ -84,14 +86,15 @@ class TrainingLoop:
                 "a loop over run.shard(...) inside another one (or an iterator of one that is still referenced): a step belongs to "
                 "one loop. End the other loop first (del the iterator), or use run.evaluate."
             )
-        stage, progress.stages_entered = progress.stages_entered, progress.stages_entered + 1
-        if stage < progress.stage:
+        stage, progress.loops_reached = progress.loops_reached, progress.loops_reached + 1
+        entry = self._replay.enter_loop(stage)
+        if entry is LoopEntry.SKIP:
             self._seed_after(stage)
             return None
-        require_same_data(progress, shard.settings)
-        if not progress.joins_loop:
+        if entry in (LoopEntry.RESUME, LoopEntry.JOIN):
+            require_same_data(progress.data, shard.settings)
+        if entry is not LoopEntry.JOIN:  # the others have compared already
             self._recovery.together(lambda: self._consistency.compare_data(shard.settings))
-        progress.joins_loop = False
         progress.data = dict(shard.settings)
         progress.loop = CurrentLoop(stage)
         return stage
@@ -131,7 +134,7 @@ class TrainingLoop:
 
         def start() -> None:
             self._consistency.compare_trainable()
-            self._engine.start_step(self._progress.step, step.counts)
+            self._engine.start_step(self._progress.step, step.counts, (loop.stage, step.epoch, step.index))
 
         self._or_restart_step(start)
         self._commit.start_step()
@@ -140,7 +143,7 @@ class TrainingLoop:
         loop = self._current()
         loop.lane, loop.is_last, loop.committed = lane, is_last, False
         loop.micro_batches += 1
-        loop.generation, loop.calls, loop.skips = self._workers.generation, 0, None
+        loop.generation = self._workers.generation
         self._engine.start_lane(lane, is_last)
         seed_everything(lane_seed(self._seed, self._progress.step, lane))
 

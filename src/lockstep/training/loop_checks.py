@@ -7,16 +7,15 @@ from typing import Any
 
 from lockstep.errors import UsageError
 from lockstep.gradients.lane_engine import Phase
-from lockstep.training.progress import CurrentLoop, Progress
+from lockstep.training.progress import CurrentLoop
 
 
-def require_same_data(progress: Progress, settings: Mapping[str, Any]) -> None:
-    """Compare with the arguments under which this loop was begun: by other workers, or before a restart.
+def require_same_data(before: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    """Compare ``settings`` with the arguments under which this loop was begun: by other workers, or before a restart.
 
     The number of epochs may grow.
     """
-    before, progress.resumed_data = progress.resumed_data, None
-    for name, value in (before or {}).items():
+    for name, value in before.items():
         if name != "epochs" and settings.get(name) != value:
             raise UsageError(
                 f"the run is in the middle of a loop over run.shard with {name}={value!r}, and this script has "

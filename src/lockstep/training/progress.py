@@ -1,6 +1,7 @@
-"""Progress: where a run is, in steps, samples and loops. Part of the state that newcomers and checkpoints receive.
+"""Progress: where a run is, in steps, samples, loops and collectives. Part of the state that newcomers and checkpoints receive.
 
 Loops over ``run.shard(...)`` are numbered in the order in which the script reaches them: the number is the loop's *stage*.
+Collectives between loops (``run.evaluate``, ``run.save``) are numbered likewise, and their results are kept.
 """
 
 from __future__ import annotations
@@ -26,15 +27,12 @@ class CurrentLoop:
     micro_batches: int = 0
     """How many micro-batches of this step the worker has begun."""
     generation: int = 0
-    calls: int = 0
-    """How many gated calls (of optimizers and schedulers) were let through in this micro-batch."""
-    skips: int | None = None
-    """How many gated calls the received state contains already, if this worker received it in this micro-batch; -1: all."""
+    """The generation in which this micro-batch began."""
 
 
 @dataclass
 class Progress:
-    """Where the run is. It moves only when a step commits or a loop ends."""
+    """Where the run is. It moves only when a step commits, a loop ends, or a collective between loops is complete."""
 
     step: int = 0
     """Steps committed so far."""
@@ -48,19 +46,26 @@ class Progress:
     """The last step after which all replicas were known to hold the same bits."""
     data: dict[str, Any] = field(default_factory=dict)
     """The arguments of the loop's ``run.shard`` that must not change."""
+    results: list[Any] = field(default_factory=list)
+    """The result of each collective between loops."""
 
+    was_in_loop: bool = field(default=False, init=False)
+    """Whether the adopted state was taken inside a loop."""
     loop: CurrentLoop | None = field(default=None, init=False)
-    stages_entered: int = field(default=0, init=False)
+    loops_reached: int = field(default=0, init=False)
     """Loops that this worker's script has reached."""
-    joins_loop: bool = field(default=False, init=False)
-    """Whether the loop that this worker reaches next is one that other workers are in."""
-    resumed_data: dict[str, Any] | None = field(default=None, init=False)
-    """``data`` of a loop that was entered before, by other workers or before a restart."""
+    collectives_reached: int = field(default=0, init=False)
+    """Collectives between loops that this worker's script has reached."""
 
     @property
     def committed(self) -> bool:
         """Whether the step was committed in the current micro-batch."""
         return self.loop is not None and self.loop.committed
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the current loop, or 0."""
+        return self.loop.step.epoch if self.loop is not None and self.loop.step is not None else 0
 
     def commit(self, plan: StepPlan) -> None:
         self.step += 1
@@ -71,30 +76,20 @@ class Progress:
         self.stage, self.position = stage + 1, (0, 0)
 
     def capture(self) -> dict[str, Any]:
-        loop = self.loop
         return {
             "step": self.step,
             "samples": self.samples,
             "stage": self.stage,
             "position": self.position,
             "equal_at": self.equal_at,
-            "in_loop": loop is not None,
-            "calls": loop.calls if loop is not None and loop.committed else -1,
+            "in_loop": self.loop is not None,
             "data": self.data,
+            "results": self.results,
         }
 
-    def restore(self, state: Mapping[str, Any], *, joins: bool) -> None:
-        """Adopt another worker's progress, or a checkpoint's.
-
-        Args:
-            state: What ``capture`` returned.
-            joins: Whether this worker has not begun, and reaches a loop that other workers may be in.
-        """
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Adopt another worker's progress, or a checkpoint's: what ``capture`` returned."""
         self.step, self.samples = state["step"], state["samples"]
         self.stage, self.position = state["stage"], state["position"]
-        self.equal_at = state["equal_at"]
-        if self.loop is None:
-            self.joins_loop = state["in_loop"] and joins
-            self.resumed_data = state["data"] if state["in_loop"] else None
-        else:
-            self.loop.committed, self.loop.skips, self.loop.calls = True, state["calls"], 0
+        self.equal_at, self.data = state["equal_at"], state["data"]
+        self.results, self.was_in_loop = list(state["results"]), state["in_loop"]

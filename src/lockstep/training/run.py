@@ -15,7 +15,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, cast
 
 from torch import nn
 
@@ -43,10 +43,14 @@ from lockstep.training.loop import TrainingLoop
 from lockstep.training.progress import Progress
 from lockstep.training.replica_check import ReplicaCheck
 from lockstep.training.run_state import RunState
+from lockstep.training.script_place import describe_place
+from lockstep.training.script_replay import ScriptPosition, ScriptReplay
 from lockstep.training.sigterm import Sigterm
 from lockstep.training.step_commit import StepCommit
 from lockstep.training.step_gate import StepGate
 from lockstep.world import agent_endpoint
+
+T = TypeVar("T")
 
 
 class Run:
@@ -110,6 +114,7 @@ class Run:
         self.model, self.seed, self.exact = model, seed, exact
         params = [p for _, p in parameters_of(model, ())]
         self.device = device_of(params)
+        self._progress = Progress()
         self._owns_comm = comm is None or isinstance(comm, str)
         self._workers = self._join(params, lanes, comm, timeout_s)
         self.lanes = self._workers.start_size if lanes is None else lanes
@@ -121,8 +126,8 @@ class Run:
                 threads = threads if threads is not None or lanes is None or self.device.type != "cpu" else 1
                 self._undo.append(Determinism(model, threads).close)
             self._build_step(optimizers_and_schedulers, bucket_mb)
-            self._build_state(checkpoint, every, keep)
-            self._build_loop(log_every, on_log, verify_every)
+            self._build_state(on_log, checkpoint, every, keep)
+            self._build_loop(log_every, verify_every)
             self._recovery.begin()
             self._state.began = True
         except BaseException:
@@ -141,11 +146,12 @@ class Run:
             count = lanes or workers
             return trained * fold(count, assign_lanes(count, workers)).width
 
-        return join_workers(self._endpoint, CommOptions(self.device, comm, timeout_s, bucket_bytes), lanes)
+        options = CommOptions(self.device, comm, timeout_s, bucket_bytes, lambda: describe_place(self._progress))
+        return join_workers(self._endpoint, options, lanes)
 
     def _build_step(self, objects: tuple[Any, ...], bucket_mb: float) -> None:
         """What happens within one step: gradients, and the calls that commit it."""
-        self._journal, self._progress = CollectiveJournal(), Progress()
+        self._journal = CollectiveJournal()
         has_agent = self._workers.link is not None
         callbacks = EngineCallbacks(
             settings_hash=lambda: self._gate.settings_hash(),
@@ -153,6 +159,7 @@ class Run:
             before_send=lambda: self._commit.record_samples(),
             on_averaged=lambda: self._commit.seed_after_averaging(),
             on_peer_lost=(lambda error: self._recovery.recover(error)) if has_agent else None,
+            share_logged=self._share_logged,
             requests=self._requests,
         )
         self._engine = LaneEngine(self.model, self.comm, self.lanes, exact=self.exact, bucket_mb=bucket_mb, callbacks=callbacks)
@@ -163,15 +170,16 @@ class Run:
         self._gate = StepGate(objects, self._engine.params, self._commit.may_step, self._commit.stepped)
         self._undo.append(self._gate.close)
 
-    def _build_state(self, checkpoint: Any, every: str, keep: int) -> None:
+    def _build_state(self, on_log: Sink | None, checkpoint: Any, every: str, keep: int) -> None:
         """What workers share: the state, its checks, its checkpoints, and how it survives a change of workers."""
         settings = {"lanes": self.lanes, "exact": self.exact, "seed": self.seed}
         self._consistency = Consistency(self._workers, self._engine, self._gate, self.device, settings)
         self._evaluations = Evaluations(self.model, self._engine, self.lanes, self.seed)
-        self._state = RunState(self.model, self._engine, self._gate, self._progress, self._evaluations, settings)
+        self._log = LaneLog([on_log] if on_log is not None else [])
+        self._state = RunState(self.model, self._engine, self._gate, self._progress, self._log, settings)
         self._sigterm: Sigterm | None = None
         if checkpoint is not None:
-            callbacks = CheckpointCallbacks(self._published, self._equal_at, self._resumed)
+            callbacks = CheckpointCallbacks(self._published, self._equal_at, self._resumed, lambda: self._log.share(self.comm))
             self._checkpoints = Checkpoints(checkpoint, every, keep, self._state, lambda: self.comm, callbacks)
             if self._workers.link is None:
                 self._sigterm = Sigterm()
@@ -181,12 +189,20 @@ class Run:
             self._journal,
             self._state,
             self.device,
-            RecoveryCallbacks(lambda: self.step, self._discard_step, self._rebind, self._start),
+            RecoveryCallbacks(
+                committed_steps=lambda: self.step,
+                has_averages=lambda: self._engine.phase is Phase.UNCONFIRMED,
+                confirm_step=self._engine.confirm_step,
+                discard_step=self._discard_step,
+                rebind=self._rebind,
+                start=self._start,
+                aligned=self._aligned,
+            ),
         )
+        self._replay = ScriptReplay(self._progress, self._workers, self._recovery.join, self._arrived)
 
-    def _build_loop(self, log_every: int, on_log: Sink | None, verify_every: int) -> None:
+    def _build_loop(self, log_every: int, verify_every: int) -> None:
         """What happens between steps, and the loop itself."""
-        self._log = LaneLog([on_log] if on_log is not None else [])
         tasks: list[BetweenStepsTask] = []
         if verify_every:
             tasks.append(
@@ -200,6 +216,7 @@ class Run:
             self._progress,
             self._workers,
             self._recovery,
+            self._replay,
             self._engine,
             self._commit,
             self._gate,
@@ -218,6 +235,7 @@ class Run:
     def _discard_step(self) -> None:
         if not self._progress.committed:
             self._engine.discard_step()
+            self._log.discard_step(self.step + 1)
 
     def _rebind(self, comm: Comm) -> None:
         self._engine.rebind(comm)
@@ -230,6 +248,22 @@ class Run:
         if self._checkpoints is None or not self._checkpoints.resume():
             self._consistency.share_state()
 
+    def _aligned(self, comm: Comm) -> None:
+        self._log.realign(comm)
+        self._replay.new_generation()
+
+    def _arrived(self) -> None:
+        """The script has reached the place where the checkpoint was made: what it did on the way must leave no trace."""
+        if self._checkpoints is not None:
+            self._checkpoints.restore_if_changed()
+
+    def _share_logged(self, comm: Comm) -> None:
+        """Give all workers what this worker has logged so far, before the step commits: then it survives this worker."""
+        loop = self._progress.loop
+        assert loop is not None
+        self._log.weigh(self._engine.weight_of(loop.lane))
+        self._log.share(comm, reads_devices=False)
+
     def _published(self, step: int, where: str) -> None:
         if self._workers.link is not None:
             self._workers.link.send(type="saved", step=step, where=where)
@@ -240,6 +274,8 @@ class Run:
 
     def _resumed(self, step: int) -> None:
         self._progress.equal_at = step
+        progress = self._progress
+        self._replay.resume_at(ScriptPosition(progress.stage, progress.was_in_loop, len(progress.results)))
 
     def _replica_differed(self, equal_at: int) -> None:
         if self._checkpoints is not None:
@@ -264,17 +300,17 @@ class Run:
     @property
     def rank(self) -> int:
         """The number of this worker in the current generation, from 0."""
-        return self.comm.rank
+        return self._workers.rank
 
     @property
     def size(self) -> int:
         """The number of workers in the current generation."""
-        return self.comm.size
+        return self._workers.size
 
     @property
     def is_main(self) -> bool:
         """Whether this worker is rank 0."""
-        return self.comm.rank == 0
+        return self.rank == 0
 
     @property
     def lanes_here(self) -> tuple[int, int]:
@@ -289,8 +325,7 @@ class Run:
     @property
     def epoch(self) -> int:
         """The epoch of the current loop, from 0."""
-        loop = self._progress.loop
-        return loop.step.epoch if loop is not None and loop.step is not None else 0
+        return self._progress.epoch
 
     @property
     def committed(self) -> bool:
@@ -300,7 +335,7 @@ class Run:
     @property
     def averaged(self) -> bool:
         """Whether ``param.grad`` holds the averages: true from the last lane's ``backward()`` to the end of the iteration."""
-        return self._progress.loop is not None and self._engine.phase is Phase.AVERAGED
+        return self._progress.loop is not None and self._engine.is_averaged
 
     @property
     def stands_in(self) -> bool:
@@ -452,17 +487,11 @@ class Run:
         """
         self._loop.require_open()
         self._loop.require_collective("run.evaluate(...)", "result = run.evaluate(...)")
-        outside = self._progress.loop is None
-        if outside and (earlier := self._evaluations.earlier()) is not None:
-            return earlier
-        result = self._recovery.together(
+        return self._collective(
             lambda: self._evaluations.evaluate(
                 fn, dataset, step=self.step, global_batch=global_batch, num_workers=num_workers, collate_fn=collate_fn
             )
         )
-        if outside:
-            self._evaluations.kept.append(result)
-        return result
 
     # -- the state ---------------------------------------------------------------------------
 
@@ -499,7 +528,18 @@ class Run:
         if self._progress.loop is not None:
             checkpoints.request_save()
         else:
-            self._recovery.together(lambda: checkpoints.save(self.step))
+            self._collective(lambda: checkpoints.save(self.step))
+
+    def _collective(self, call: Callable[[], T]) -> T:
+        """Call ``call`` together with all workers. Between loops, a script that is replayed gets the recorded result."""
+        if self._progress.loop is not None:
+            return self._recovery.together(call)
+        recorded = self._replay.next_result()
+        if recorded is not None:
+            return cast(T, recorded.value)
+        result = self._recovery.together(call)
+        self._replay.record(result)
+        return result
 
     def close(self) -> None:
         """Wait for a checkpoint that is being written, unhook the model, and close the connections.

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import UsageError
 from lockstep.gradients.lane_engine import LaneEngine
-from lockstep.training.evaluation import Evaluations
+from lockstep.observe.log import LaneLog
 from lockstep.training.progress import Progress
 from lockstep.training.step_gate import StepGate
 
@@ -24,10 +24,10 @@ class RunState:
         engine: LaneEngine,
         gate: StepGate,
         progress: Progress,
-        evaluations: Evaluations,
+        log: LaneLog,
         settings: dict[str, Any],
     ) -> None:
-        self._model, self._engine, self._gate, self._progress, self._evaluations = model, engine, gate, progress, evaluations
+        self._model, self._engine, self._gate, self._progress, self._log = model, engine, gate, progress, log
         self.settings = settings
         self._shapes = {name: buffer.shape for name, buffer in engine.buffers.named()}
         self._registered: dict[str, Any] = {}
@@ -67,17 +67,14 @@ class RunState:
         """Return the whole state as plain data. Its tensors are the live ones, not copies."""
         return {
             "progress": self._progress.capture(),
-            "evaluations": self._evaluations.kept,
+            "log": self._log.capture(),
             "trainable": self._engine.trainable(),
             "caches": self._caches(),
             **self.replicated(),
         }
 
     def restore(self, state: Mapping[str, Any], *, resumes: bool = False) -> None:
-        """Adopt the state of another worker, or (``resumes``) of a checkpoint, which all workers adopt at once.
-
-        In the middle of a loop, the step that this worker missed counts as committed in the current micro-batch.
-        """
+        """Adopt the state of another worker, or (``resumes``) of a checkpoint, which all workers adopt at once."""
         if list(state["objects"]) != self._gate.names():
             raise UsageError(
                 f"the state belongs to a Run with {', '.join(state['objects']) or 'no objects'}; this Run has "
@@ -90,8 +87,8 @@ class RunState:
         for name, each in self._registered.items():
             if name in self._unclaimed:
                 each.load_state_dict(self._unclaimed.pop(name))
-        self._evaluations.kept = list(state["evaluations"])
-        self._progress.restore(state["progress"], joins=not self.began and not resumes)
+        self._progress.restore(state["progress"])
+        self._log.restore(state["log"])
 
     def _restore_tensors(self, state: Mapping[str, Any]) -> None:
         with torch.no_grad():

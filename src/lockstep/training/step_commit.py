@@ -53,12 +53,9 @@ class StepCommit:
                 f"{call} was called before backward() in step {self._progress.step}, or backward() reached no parameter of the "
                 "model: there is no gradient yet. Call backward() first."
             )
-        if loop.skips is not None:  # the state that this worker received contains the first ``skips`` calls already
-            loop.calls += 1
-            return loop.skips >= 0 and loop.calls > loop.skips
-        allowed = loop.is_last and self._engine.phase is not Phase.DISCARDED
-        loop.calls += allowed
-        return allowed
+        if loop.is_last:
+            self._engine.confirm()
+        return loop.is_last and self._engine.phase is not Phase.DISCARDED
 
     def stepped(self) -> None:
         """Commit the step. StepGate calls it after an optimizer's step, or after a GradScaler has skipped one."""
@@ -67,7 +64,7 @@ class StepCommit:
             assert loop.step is not None
             loop.committed = True
             if self._ledger is not None:
-                self._ledger.record_commit(self._progress.step, self._workers.generation)
+                self._ledger.record_commit(self._progress.step, loop.generation)
             self._progress.commit(loop.step)
             self._journal.reset()
 
@@ -80,4 +77,4 @@ class StepCommit:
         loop = self._progress.loop
         if self._ledger is not None and loop is not None and loop.step is not None:
             position = (loop.stage, loop.step.epoch, loop.step.index)
-            self._ledger.record_samples(self._progress.step, self._workers.generation, position, self._samples)
+            self._ledger.record_samples(self._progress.step, loop.generation, position, self._samples)
