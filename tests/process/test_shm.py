@@ -94,6 +94,19 @@ def test_two_level_machines_of_unequal_numbers_of_workers(machines: str) -> None
     # the result differs from that of one process only by the order of additions; tests/contract tests the values
 
 
+def operations(rank: int, size: int, machines: str) -> int:
+    world = replace(World.detect(), machine=machines[rank])
+    comm: Any = open_comm(CPU, world=world, timeout_s=20, kind="twolevel", need_bytes=1000)
+    comm.reduce(comm.buffer(1000, torch.float32, CPU), "sum", "a bucket").wait()
+    comm.barrier()
+    return int(comm._local.health.count)
+
+
+def test_operations_have_the_same_numbers_on_machines_of_one_and_of_several_workers() -> None:
+    """Otherwise a rank that waits for a stopped one is told that the ranks are in different calls."""
+    assert len(set(run_workers(operations, 3, "aab"))) == 1
+
+
 def bytes_between(rank: int, size: int, machines: str) -> tuple[str, int]:
     world = replace(World.detect(), machine=machines[rank])
     comm: Any = open_comm(CPU, world=world, timeout_s=20, kind="twolevel")

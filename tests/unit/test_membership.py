@@ -127,6 +127,11 @@ def test_scaling_down_lets_the_last_ranks_leave_at_a_boundary() -> None:
     assert actions == []
 
 
+def test_scaling_down_keeps_as_many_workers_as_were_asked_for_although_one_leaves_already() -> None:
+    _, actions = play(running(2), LeaveRequested(0), ScaleRequested(1), Ready(0, 0), Ready(1, 0))
+    assert actions == [Change((0, 1), 0), Dismiss(0, "it was asked to leave"), Form(1, (1,))]
+
+
 def test_a_worker_that_wants_to_leave_is_left_out_and_not_replaced() -> None:
     state, actions = play(running(2), LeaveRequested(0), Ready(0, 0), Ready(1, 0))
     assert actions == [Change((0, 1), 0), Dismiss(0, "it was asked to leave"), Form(1, (1,))]

@@ -89,7 +89,7 @@ class Shm:
         self.health = health or PeerHealth(store, rank, size, timeout_s, place)
         self.health.on_failure(_publish_abort(self._channel, rank))
         self._finalizer = weakref.finalize(self, _close, self.health, self._processes)
-        if need_bytes and size > 1:
+        if need_bytes and (size > 1 or health is not None):  # ranks that share a health must count the same operations
             try:
                 self._new_segment(size * need_bytes)  # freed at once
             except SegmentError:

@@ -212,7 +212,7 @@ def _on_scale_request(state: State, event: ScaleRequested, now: float) -> Decisi
         state, start = spawn(state, missing, 0.0)
         return state, (start,), f"{target}: {missing} more {'is' if missing == 1 else 'are'} starting"
     # Newcomers leave first, because they hold no training state; then the last ranks leave.
-    surplus = [*state.members, *(id for id in staying if id not in state.members)][event.size :]
+    surplus = sorted(staying, key=lambda id: state.members.index(id) if id in state.members else len(state.members))[event.size :]
     for id in surplus:
         state = state.update(id, leaving=True)
     dismissals = [Dismiss(id, f"the run was scaled to {count(event.size)}") for id in surplus if id not in state.members]
