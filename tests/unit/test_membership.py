@@ -532,3 +532,12 @@ def test_workers_that_were_not_replaced_are_named_at_the_end() -> None:
     _, actions = play(state, Died(0, "exit code 0", exited=True))
     note = "worker 1 is not replaced: --max-respawns allows 0 replacements in 5 minutes"
     assert actions == [End(0, "all workers have finished", (note,))]
+
+
+def test_a_worker_that_was_to_leave_after_scaling_down_stays_if_another_dies() -> None:
+    """Otherwise no worker would be left that wants to stay, and the run would stop as if all had been asked to leave."""
+    state, actions = play(running(3), ScaleRequested(1))
+    assert actions == [Change((0, 1, 2), 0)]
+    state, actions = play(state, Died(0, "SIGKILL"), Ready(1, 0), Ready(2, 0))
+    assert not [action for action in actions if isinstance(action, (Spawn, Stop))]
+    assert Form(1, (1,)) in actions

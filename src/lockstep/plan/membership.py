@@ -183,6 +183,7 @@ def _on_death(state: State, event: Died, now: float) -> Decision:
         if not has_left:
             state, actions = break_generation(state, why, now)
     if not worker.finished and not worker.leaving:
+        state = _keep_one(state)
         state, spawns = respawn(state, worker, now)
         actions += spawns
         if state.generation < 0 and not spawns:
@@ -191,6 +192,12 @@ def _on_death(state: State, event: Died, now: float) -> Decision:
         return end(state, 1, why)
     state, more, why = settle(state, why)
     return state, (*actions, *more), why
+
+
+def _keep_one(state: State) -> State:
+    """A worker that should stay has died: a member that was about to leave because the run was scaled down stays instead."""
+    surplus = [id for id in state.members if state.worker(id).surplus]
+    return state.update(surplus[0], leaving=False, surplus=False) if surplus else state
 
 
 def _end_with_last(state: State, *, is_finished: bool, why: str) -> Decision:
@@ -214,7 +221,7 @@ def _on_scale_request(state: State, event: ScaleRequested, now: float) -> Decisi
     # Newcomers leave first, because they hold no training state; then the last ranks leave.
     surplus = sorted(staying, key=lambda id: state.members.index(id) if id in state.members else len(state.members))[event.size :]
     for id in surplus:
-        state = state.update(id, leaving=True)
+        state = state.update(id, leaving=True, surplus=True)
     dismissals = [Dismiss(id, f"the run was scaled to {count(event.size)}") for id in surplus if id not in state.members]
     state, more, _ = settle(state, "")
     leaving = f"{len(surplus)} will leave after the current step" if surplus else "there are as many already"

@@ -23,6 +23,8 @@ class Worker:
     status: Status = Status.STARTING
     pid: int | None = None
     leaving: bool = False
+    surplus: bool = False
+    """The run was scaled down, and this worker is one too many. It stays if another worker dies before it has left."""
     finished: bool = False
     hung: bool = False
     """The agent was told to kill the worker because it hangs."""
