@@ -198,13 +198,17 @@ def faults() -> Section:
     schedules, chance, forged = data["schedules"], data["checkpoints"]["by chance"], data["checkpoints"]["forged"]
     by_chance, wrongly = sum(chance.values()), chance["loaded wrongly"] + forged["loaded wrongly"]
     total = by_chance + forged["cases"]
+    causes = "\n".join(f"- {count}: {cause}" for cause, count in schedules["failures"].items())
     text = f"""
-**Recovery under random faults.** `tests/chaos.py` plays schedules of kills, stops, exceptions and slow workers against real
-runs of four workers. Each run must end with the bits of an undisturbed run, and with every sample committed once. `make test`
-plays 25 schedules, `make chaos` a thousand (more than an hour on 2 cores). On {data["machine"]["date"]}, {schedules["run"]}
-schedules were run and {schedules["failed"] or "none"} failed. Before that about {schedules["earlier_run"]} were run while the
-code was written; {schedules["earlier_failed"]} failed, and their causes were repaired (a worker stopped before it had joined;
-all workers killed as late on a starved machine).
+**Recovery under random faults.** `tests/chaos.py` plays schedules of kills, SIGTERM, stops, pauses, exceptions and slow workers,
+of scaling, and of killing everything and starting again, against real runs: over shared memory, gloo and two levels, with
+checkpoints, loader processes, a GradScaler, several loops and code between them. Each run must end with the bits of an undisturbed
+run, with every sample committed once, the same logged values, the right exit code, and nothing left behind. `make test`
+plays 25 schedules, `make chaos` a thousand (hours on 2 cores). On {data["machine"]["date"]}, {schedules["run"]:,} schedules
+(`{schedules["command"]}`, {schedules["machine"]["cores"]} cores) were run; no run ended with wrong bits, and {schedules["failed"]}
+failed for other reasons:
+
+{causes}
 
 **Damaged checkpoints.** `python -m tests.fuzz 0 {total}` damages a checkpoint {total:,} times and loads it. {by_chance:,} were
 damaged by chance: {chance["detected"]:,} were detected, {chance["without a manifest"]} had no manifest left and so were no
