@@ -7,6 +7,16 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from lockstep.training import determinism
+
+
+@pytest.fixture(autouse=True)
+def _no_run_of_another_test_is_open() -> None:
+    """A Run that an earlier test has left open (it raised on purpose) would keep its process-wide settings."""
+    if determinism._open:
+        determinism._open = 0
+        determinism._restore()
+
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
