@@ -4,7 +4,7 @@ Knows nothing of data, optimizers or recovery. The caller says which lane comes 
 
     start_step -> start_lane -> [user: forward, backward] -> start_lane -> [...] -> AVERAGED -> confirm -> CONFIRMED
 
-The engine is always in one ``Phase``. A backward in a phase that does not allow it raises UsageError.
+The engine is always in one ``EngineState``. A backward in a phase that does not allow it raises UsageError.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from lockstep.plan.lanes import assign_lanes
 from lockstep.plan.tree import Fold, fold
 
 
-class Phase(enum.Enum):
+class EngineState(enum.Enum):
     IDLE = "between steps"
     LANE = "a lane was started; its backward has not begun"
     BACKWARD = "inside a lane's backward"
@@ -98,7 +98,7 @@ class LaneEngine:
             self.params, self._model.names, comm, fold, int(bucket_mb * (1 << 20)), self._model.sparse, exact
         )
         self._lane_buffers = LaneBuffers(self.buffers, comm, fold)
-        self.phase = Phase.IDLE
+        self.state = EngineState.IDLE
         self.requests_of_all: tuple[int, ...] = ()
         self._peer_error: PeerError | None = None
         self._hooks = AutogradHooks(self.params, self._begin, self._ready, self._end)
@@ -153,33 +153,33 @@ class LaneEngine:
         self._settings_hash: int | None = None
         self._reducer.start_step(step)
         self._lane_buffers.start_step(step)
-        self.phase = Phase.IDLE
+        self.state = EngineState.IDLE
 
     def start_lane(self, lane: int, is_last: bool) -> None:
         """The loop body runs next on lane ``lane``. ``is_last``: it is this worker's last lane with samples in this step."""
-        if self.phase is not Phase.IDLE:
+        if self.state is not EngineState.IDLE:
             self._lane_buffers.restore()
         self._lane, self._is_last = lane, is_last
         for param in self.params:
             param.grad = None
-        self.phase = Phase.LANE
+        self.state = EngineState.LANE
 
     @property
     def is_averaged(self) -> bool:
-        return self.phase in _AVERAGED
+        return self.state in _AVERAGED
 
     def confirm(self) -> None:
         """Wait until every worker has the averages of the step and what all have logged. Called before the optimizer steps.
 
         If a worker is lost meanwhile, the step is CONFIRMED or DISCARDED afterwards, on all survivors alike.
         """
-        if self.phase is not Phase.AVERAGED:
+        if self.state is not EngineState.AVERAGED:
             return
         on_peer_lost = self._callbacks.on_peer_lost
         if on_peer_lost is not None and self.comm.size > 1:
             try:
                 self._callbacks.share_logged(self.comm)
-                self.phase = Phase.UNCONFIRMED
+                self.state = EngineState.UNCONFIRMED
                 self.comm.barrier(f"the confirmation of step {self.step}")
             except PeerError as error:
                 on_peer_lost(error)
@@ -188,20 +188,20 @@ class LaneEngine:
 
     def confirm_step(self) -> None:
         """Allow the step to commit."""
-        self.phase = Phase.CONFIRMED
+        self.state = EngineState.CONFIRMED
 
     def stop(self) -> None:
         """The loop is over. An unfinished step leaves no trace in the buffers."""
-        self._abandon_step(Phase.IDLE)
+        self._abandon_step(EngineState.IDLE)
 
     def discard_step(self) -> None:
         """The set of workers changed: restore the buffers, and ignore the rest of this micro-batch."""
-        self._abandon_step(Phase.DISCARDED)
+        self._abandon_step(EngineState.DISCARDED)
 
-    def _abandon_step(self, next_phase: Phase) -> None:
-        if self.phase not in (Phase.IDLE, Phase.CONFIRMED, Phase.DISCARDED):
+    def _abandon_step(self, next_state: EngineState) -> None:
+        if self.state not in (EngineState.IDLE, EngineState.CONFIRMED, EngineState.DISCARDED):
             self._lane_buffers.restore()
-        self.phase = next_phase
+        self.state = next_state
 
     def weight_of(self, lane: int) -> float:
         """Returns the weight of a lane of this worker in this step."""
@@ -209,19 +209,19 @@ class LaneEngine:
 
     def weigh(self, weight: float) -> None:
         """Give the current lane this weight instead of its number of samples."""
-        if self.phase is not Phase.LANE:
-            when = "after a lane's backward()" if self.phase is Phase.FOLDED or self.is_averaged else "outside a lane"
+        if self.state is not EngineState.LANE:
+            when = "after a lane's backward()" if self.state is EngineState.FOLDED or self.is_averaged else "outside a lane"
             raise UsageError(f"run.weigh() was called {when}. Call it in the loop body, before backward().")
         self._weights.weigh(self._lane, weight)
 
     # -- one backward (called by AutogradHooks) ----------------------------------------------
 
     def _begin(self) -> bytes:
-        if self.phase is Phase.DISCARDED:
+        if self.state is EngineState.DISCARDED:
             return bytes(len(self.params))
-        if self.phase is not Phase.LANE:
-            raise UsageError(_WRONG_PHASE[self.phase])
-        self.phase = Phase.BACKWARD
+        if self.state is not EngineState.LANE:
+            raise UsageError(_WRONG_PHASE[self.state])
+        self.state = EngineState.BACKWARD
         if self._is_last:
             self._callbacks.before_send()
         if self._settings_hash is None:
@@ -230,7 +230,7 @@ class LaneEngine:
         return self._reducer.begin(WeightedMicroBatch(self._lane, self._weights.share(self._lane), scale, self._is_last))
 
     def _ready(self, indices: Sequence[int]) -> None:
-        if self.phase is Phase.BACKWARD and self._peer_error is None:
+        if self.state is EngineState.BACKWARD and self._peer_error is None:
             try:
                 self._reducer.ready(indices)
             except PeerError as error:
@@ -239,7 +239,7 @@ class LaneEngine:
                 self._peer_error = error  # reported by _end: autograd must not be interrupted
 
     def _end(self) -> None:
-        if self.phase is Phase.DISCARDED:
+        if self.state is EngineState.DISCARDED:
             return
         try:
             if self._peer_error is not None:
@@ -255,7 +255,7 @@ class LaneEngine:
         self._reducer.end()
         self._lane_buffers.end_lane(self._lane, self._weights.counts[self._lane] > 0)
         if not self._is_last:
-            self.phase = Phase.FOLDED
+            self.state = EngineState.FOLDED
             return
         words = exchange_words(self.comm, self._control_word(), self._most_lanes)
         self._compare(words)
@@ -263,7 +263,7 @@ class LaneEngine:
         scale = self._weights.scale([weight for word in words for weight in word.weights])
         self._reducer.finish(union([word.present for word in words]), scale)
         self._lane_buffers.average(union([word.changed for word in words]), self._weights, scale)
-        self.phase = Phase.AVERAGED
+        self.state = EngineState.AVERAGED
         self._callbacks.on_averaged()
 
     def _control_word(self) -> ControlWord:
@@ -287,14 +287,14 @@ class LaneEngine:
             )
 
 
-_AVERAGED = (Phase.AVERAGED, Phase.UNCONFIRMED, Phase.CONFIRMED)
+_AVERAGED = (EngineState.AVERAGED, EngineState.UNCONFIRMED, EngineState.CONFIRMED)
 _WRONG_PHASE = {
-    Phase.IDLE: (
+    EngineState.IDLE: (
         "backward() was called outside the loop over run.shard(...). Only inside the loop do gradients belong to a step. "
         "Move backward() into the loop, or train that model without Run."
     ),
-    Phase.BACKWARD: "the last backward() raised half-way, and its lane cannot be repeated. Let the exception end the run.",
-    Phase.FOLDED: (
+    EngineState.BACKWARD: "the last backward() raised half-way, and its lane cannot be repeated. Let the exception end the run.",
+    EngineState.FOLDED: (
         "backward() was called twice for one micro-batch: the gradients of this lane were already added up. Add the losses and "
         "call backward() once. (A reentrant checkpoint in a submodule that is called directly looks the same: use_reentrant=False.)"
     ),

@@ -21,7 +21,7 @@ from lockstep.data.shard import Shard, StepPlan, StepRestarted
 from lockstep.elastic.recovery import Recovery
 from lockstep.elastic.worker_group import WorkerGroup
 from lockstep.errors import PeerError, UsageError
-from lockstep.gradients.lane_engine import LaneEngine, Phase
+from lockstep.gradients.lane_engine import EngineState, LaneEngine
 from lockstep.observe.log import LaneLog
 from lockstep.plan.samples import MODEL, lane_seed, sample_seed
 from lockstep.training.between_steps import BetweenSteps
@@ -150,10 +150,10 @@ class TrainingLoop:
     def end_micro_batch(self) -> None:
         """Raises StepRestarted if the workers have changed and the shard must start the step again."""
         loop = self._current()
-        if self._engine.phase is Phase.DISCARDED and not loop.committed:
+        if self._engine.state is EngineState.DISCARDED and not loop.committed:
             self._log.discard_step(self._progress.step + 1)
             raise StepRestarted
-        require_complete(loop, self._progress.step, self._engine.phase, self._gate.optimizers)
+        require_complete(loop, self._progress.step, self._engine.state, self._gate.optimizers)
         self._log.weigh(self._engine.weight_of(loop.lane))
         if loop.committed:
             self._between_steps.run()

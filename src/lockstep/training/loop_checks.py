@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lockstep.errors import UsageError
-from lockstep.gradients.lane_engine import Phase
+from lockstep.gradients.lane_engine import EngineState
 from lockstep.training.progress import CurrentLoop
 
 
@@ -23,14 +23,14 @@ def require_same_data(before: Mapping[str, Any], settings: Mapping[str, Any]) ->
             )
 
 
-def require_complete(loop: CurrentLoop, step: int, phase: Phase, optimizers: Sequence[Any]) -> None:
+def require_complete(loop: CurrentLoop, step: int, state: EngineState, optimizers: Sequence[Any]) -> None:
     """Require that the loop body has called backward() and, in the last micro-batch of the step, the optimizer."""
-    if phase is Phase.BACKWARD:
+    if state is EngineState.BACKWARD:
         raise UsageError(
             f"backward() raised in step {step} and the exception was caught: half of lane {loop.lane} is missing, and other "
             "workers wait for it. Let the exception end the run; to skip a batch call run.weigh(0) before backward()."
         )
-    if phase is Phase.LANE:
+    if state is EngineState.LANE:
         raise UsageError(
             f"the loop body ended without backward() in step {step} (lane {loop.lane}). Every iteration needs one: all other "
             "workers wait for its gradients. To skip a batch, give it weight 0: run.weigh(0) before backward()."

@@ -29,7 +29,7 @@ from lockstep.elastic.recovery import Recovery, RecoveryCallbacks
 from lockstep.elastic.worker_group import WorkerGroup, join_workers
 from lockstep.errors import PeerError, UsageError
 from lockstep.gradients.control_word import STOP
-from lockstep.gradients.lane_engine import EngineCallbacks, LaneEngine, Phase
+from lockstep.gradients.lane_engine import EngineCallbacks, EngineState, LaneEngine
 from lockstep.gradients.module import device_of, parameters_of
 from lockstep.observe.ledger import Ledger
 from lockstep.observe.log import LaneLog, Sink
@@ -191,7 +191,7 @@ class Run:
             self.device,
             RecoveryCallbacks(
                 committed_steps=lambda: self.step,
-                has_averages=lambda: self._engine.phase is Phase.UNCONFIRMED,
+                has_averages=lambda: self._engine.state is EngineState.UNCONFIRMED,
                 confirm_step=self._engine.confirm_step,
                 discard_step=self._discard_step,
                 rebind=self._rebind,

@@ -6,7 +6,7 @@ from lockstep.data.seeding import seed_everything
 from lockstep.elastic.collective_journal import CollectiveJournal
 from lockstep.elastic.worker_group import WorkerGroup
 from lockstep.errors import UsageError
-from lockstep.gradients.lane_engine import LaneEngine, Phase
+from lockstep.gradients.lane_engine import EngineState, LaneEngine
 from lockstep.observe.ledger import Ledger
 from lockstep.plan.samples import lane_seed
 from lockstep.training.progress import Progress
@@ -48,14 +48,14 @@ class StepCommit:
         loop = self._progress.loop
         if loop is None:
             return True
-        if self._engine.phase in (Phase.LANE, Phase.BACKWARD):
+        if self._engine.state in (EngineState.LANE, EngineState.BACKWARD):
             raise UsageError(
                 f"{call} was called before backward() in step {self._progress.step}, or backward() reached no parameter of the "
                 "model: there is no gradient yet. Call backward() first."
             )
         if loop.is_last:
             self._engine.confirm()
-        return loop.is_last and self._engine.phase is not Phase.DISCARDED
+        return loop.is_last and self._engine.state is not EngineState.DISCARDED
 
     def stepped(self) -> None:
         """Commit the step. StepGate calls it after an optimizer's step, or after a GradScaler has skipped one."""
