@@ -65,9 +65,9 @@ class StreamSource:
         if self._loader is None:
             raise InvariantError("a source was asked for a batch before its first seek(), or after close()")
         (epoch, step, lane, count), batch = self._loader.next()
-        if batch is None:
+        if batch is None and not count:
             batch = self._last_batch
-        self._last_batch = batch
+        self._last_batch = self._last_batch if batch is None else batch
         return MicroBatch(epoch, step, lane, count, batch)
 
     def close(self) -> None:

@@ -30,14 +30,16 @@ T = TypeVar("T")
 class RecoveryCallbacks:
     """What a change of workers asks of the run.
 
-    ``committed_steps()`` is the number of steps this worker has committed. ``has_averages()`` says whether it has the averages of
-    the next step but no confirmation that all others have them. ``confirm_step()`` lets this worker commit that step;
-    ``discard_step()`` undoes what has not committed. ``rebind(comm)`` lets all parts use the comm of the new generation; all
-    workers call it. ``start()`` runs in the first generation, on all workers: it compares their models and gives all of them the
-    same initial state. ``aligned(comm)`` is called last, on all workers, when a generation has begun.
+    ``committed_steps()`` is the number of steps that this worker has committed, ``commits()`` the number of their phases: a step of
+    a loop over ``run.steps`` may have several, and a phase is what commits on every worker or on none. ``has_averages()`` says
+    whether this worker has the averages of the next phase but no confirmation that all others have them. ``confirm_step()`` lets
+    it commit that phase; ``discard_step()`` undoes what has not committed. ``rebind(comm)`` lets all parts use the comm of the new
+    generation; all workers call it. ``start()`` runs in the first generation, on all workers: it compares their models and gives
+    all of them the same initial state. ``aligned(comm)`` is called last, on all workers, when a generation has begun.
     """
 
     committed_steps: Callable[[], int]
+    commits: Callable[[], int]
     has_averages: Callable[[], bool]
     confirm_step: Callable[[], None]
     discard_step: Callable[[], None]
@@ -132,7 +134,8 @@ class Recovery:
         self._workers.comm = comm
         self._callbacks.rebind(comm)
         journal = self._journal
-        mine = WorkerProgress(self._steps(), journal.passed, journal.inside, self._callbacks.has_averages())
+        commits = self._callbacks.commits() if self._holds_state else -1
+        mine = WorkerProgress(commits, journal.passed, journal.inside, self._callbacks.has_averages())
         aligned = align(comm, mine, self._state.capture, journal.results, self._device)
         if aligned.state is not None:
             self._state.restore(aligned.state)

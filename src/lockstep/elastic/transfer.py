@@ -19,12 +19,12 @@ from lockstep.errors import InvariantError
 
 @dataclass(frozen=True)
 class WorkerProgress:
-    """How far a worker is: its committed steps (-1: it holds no state), and its collective points since (CollectiveJournal).
+    """How far a worker is: its committed phases (-1: it holds no state), and its collective points since (CollectiveJournal).
 
-    ``has_averages``: it has all averages of the next step, but does not know whether every other worker has them.
+    ``has_averages``: it has all averages of the next phase, but does not know whether every other worker has them.
     """
 
-    steps: int = -1
+    commits: int = -1
     passed: int = 0
     inside: int = 0
     has_averages: bool = False
@@ -36,7 +36,7 @@ class Aligned:
 
     ``state`` is set for a newcomer: the state of a worker that has passed ``passed`` collective points since its last commit.
     ``has_result`` is set if this worker is in a collective point that another worker has completed with ``result``.
-    ``confirmed`` is set if every worker that holds a state has the averages of the next step, or has committed it.
+    ``confirmed`` is set if every worker that holds a state has the averages of the next phase, or has committed it.
     """
 
     state: Any = None
@@ -70,7 +70,7 @@ def align(
 ) -> Aligned:
     """Bring all members of a new generation to the same point. All ranks must call it.
 
-    A newcomer receives the state of a worker with the greatest number of committed steps. A worker that is in a collective point
+    A newcomer receives the state of a worker with the greatest number of committed phases. A worker that is in a collective point
     which another worker has completed receives its result. (docs/internals/commit.md says why no other case exists.)
 
     Args:
@@ -80,14 +80,14 @@ def align(
         device: Where received CUDA tensors are put.
     """
     everyone = gather_progress(comm, mine)
-    steps = max(each.steps for each in everyone)
-    newcomers = [rank for rank, each in enumerate(everyone) if each.steps < 0]
+    latest = max(each.commits for each in everyone)
+    newcomers = [rank for rank, each in enumerate(everyone) if each.commits < 0]
     aligned = Aligned(confirmed=_is_confirmed(everyone, mine))
-    if newcomers and steps >= 0:
-        source = next(rank for rank, each in enumerate(everyone) if each.steps == steps)
+    if newcomers and latest >= 0:
+        source = next(rank for rank, each in enumerate(everyone) if each.commits == latest)
         state = send_value(comm, capture, source, newcomers, device)
         aligned = replace(aligned, state=state, passed=everyone[source].passed)
-    ahead = {rank: each for rank, each in enumerate(everyone) if each.steps == steps}
+    ahead = {rank: each for rank, each in enumerate(everyone) if each.commits == latest}
     for point in sorted({each.inside for each in ahead.values() if each.inside}):
         complete = [rank for rank, each in ahead.items() if each.passed >= point]
         if complete:
@@ -99,22 +99,24 @@ def align(
 
 
 def _is_confirmed(everyone: Sequence[WorkerProgress], mine: WorkerProgress) -> bool:
-    """Return whether this worker may commit the step whose averages it has. Pure.
+    """Return whether this worker may commit the phase whose averages it has. Pure.
 
     A worker commits only when every worker has the averages. So if one has committed, all have them; if one lacks them, none has
-    committed, and all repeat the step.
+    committed, and all repeat the phase.
     """
-    latest = max(each.steps for each in everyone)
+    latest = max(each.commits for each in everyone)
     for rank, each in enumerate(everyone):
-        if each.steps >= 0 and each.steps + each.has_averages < latest:
-            raise InvariantError(f"rank {rank} has committed {each.steps} steps and lacks averages; another has committed {latest}")
+        if each.commits >= 0 and each.commits + each.has_averages < latest:
+            raise InvariantError(
+                f"rank {rank} has committed {each.commits} phases and lacks averages; another has committed {latest}"
+            )
     if not mine.has_averages:
         return False
-    return latest > mine.steps or all(each.has_averages for each in everyone if each.steps == latest)
+    return latest > mine.commits or all(each.has_averages for each in everyone if each.commits == latest)
 
 
 def gather_progress(comm: Comm, mine: WorkerProgress) -> list[WorkerProgress]:
     """Return every worker's progress, by rank. All ranks must call it."""
     everyone = torch.zeros(comm.size, 4, dtype=torch.int64)
     comm.all_gather(everyone, torch.tensor(astuple(mine), dtype=torch.int64), "the progress of each worker").wait()
-    return [WorkerProgress(steps, passed, inside, bool(averages)) for steps, passed, inside, averages in everyone.tolist()]
+    return [WorkerProgress(commits, passed, inside, bool(averages)) for commits, passed, inside, averages in everyone.tolist()]

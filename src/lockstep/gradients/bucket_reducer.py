@@ -67,6 +67,9 @@ class BucketReducer(ABC, Generic[B]):
     ``sparse`` holds the indices of the parameters that get sparse gradients: they have no place in a bucket.
     """
 
+    _plans_kept = 1
+    """How many plans keep their buckets: more than 1 if parameters are frozen and unfrozen in turn (two models in one step)."""
+
     def __init__(
         self, params: Sequence[Tensor], names: Sequence[str], comm: Comm, cap_bytes: int, sparse: frozenset[int] = frozenset()
     ) -> None:
@@ -81,6 +84,7 @@ class BucketReducer(ABC, Generic[B]):
         self._order_is_learned = False
         self._seen: list[int] = []  # parameters in the order in which they fired, while the order is not learned
         self._planned: list[bool] = []  # for every parameter; empty: a new plan is needed
+        self._kept: dict[bytes, tuple[BucketPlan, list[B]]] = {}  # planned -> the plan and its buckets, the latest ones
         self._place: dict[int, tuple[int, int]] = {}  # parameter -> (bucket, slot)
         self._report_mask = b""
         self._buckets: list[B] = []
@@ -119,13 +123,17 @@ class BucketReducer(ABC, Generic[B]):
                 raise self._too_late(index)
             if fires[index] == usual[index] and planned[index]:
                 complete.append(index)
-        if not self._order_is_learned:
-            self._seen += indices
+        self.note_order(indices)
         if complete:
             with torch.no_grad():
                 self._take(complete)
                 self._launch_buckets(at_end=False)
         self._comm.progress()
+
+    def note_order(self, indices: Sequence[int]) -> None:
+        """These parameters have received gradients, in this order, which may not be complete yet."""
+        if not self._order_is_learned:
+            self._seen += indices
 
     def _launch_buckets(self, at_end: bool) -> None:
         """Launch the buckets that are full and next in plan order, except the last one; at the end of a backward, all the rest."""
@@ -155,13 +163,19 @@ class BucketReducer(ABC, Generic[B]):
 
         Gradients that are views of old buckets stay valid: they keep the old memory alive.
         """
+        if not self._planned:
+            self._kept.clear()  # the order or the workers have changed
         self._planned = planned
         order = [i for i in self._order if planned[i] and i not in self._sparse]
-        self.plan = plan_buckets(self._specs, order, self._cap_bytes)
+        kept = self._kept.pop(bytes(planned), None)
+        self.plan = plan_buckets(self._specs, order, self._cap_bytes) if kept is None else kept[0]
         self._place = {slot.param: (k, s) for k, spec in enumerate(self.plan.buckets) for s, slot in enumerate(spec.slots)}
         self._report_mask = self.plan.report_mask(len(self._params))
         self._buckets = []  # release the old memory before allocating the new
-        self._buckets = self._allocate()
+        while len(self._kept) >= self._plans_kept:
+            del self._kept[next(iter(self._kept))]
+        self._buckets = self._allocate() if kept is None else kept[1]
+        self._kept[bytes(planned)] = self.plan, self._buckets
 
     def _learn_fires(self) -> None:
         """After a backward: remember how often each gradient fired."""

@@ -19,10 +19,10 @@ from lockstep.comm.base import Comm
 from lockstep.comm.blame import name_ranks
 from lockstep.errors import UsageError
 
-_HEAD = struct.Struct("<qqqqqq")
+_HEAD = struct.Struct("<qqqqqqq")
 
-Position = tuple[int, int, int]
-"""Where a step is: the stage of its loop (0 for the first loop of the script), its epoch, and its index in the epoch."""
+Position = tuple[int, int, int, int]
+"""Where a worker is: the stage of its loop (0 for the first loop of the script), epoch, index of the step in the epoch, phase."""
 
 # Request bits. Plain integers: an operation on an IntFlag takes 0.8 us, and each step tests each bit of each worker.
 WEIGHED, COUNTED = 1, 2
@@ -37,6 +37,8 @@ PUBLISHED = 64
 """The last checkpoint is published, or has failed. Rank 0 sets this bit, because it publishes checkpoints."""
 STOP = 32
 """The run was asked to stop: save, and leave after this step."""
+REPEAT = 128
+"""A lane of this worker had one backward more than expected: repeat the phase (lane_engine.py)."""
 
 
 @dataclass(frozen=True)
@@ -65,10 +67,10 @@ class ControlWord:
     def unpack(data: bytes, most_lanes: int, params: int) -> ControlWord:
         weights = struct.unpack_from(f"<{most_lanes}d", data, _HEAD.size)
         at = _HEAD.size + 8 * most_lanes
-        step, stage, epoch, index, settings_hash, requests = _HEAD.unpack_from(data)
+        step, stage, epoch, index, phase, settings_hash, requests = _HEAD.unpack_from(data)
         return ControlWord(
             step,
-            (stage, epoch, index),
+            (stage, epoch, index, phase),
             settings_hash,
             requests,
             tuple(w for w in weights if w >= 0),
@@ -94,13 +96,17 @@ def require_same_position(words: Sequence[ControlWord]) -> None:
         ranks.setdefault((word.step, word.position), []).append(rank)
     if len(ranks) > 1:
         each = "; ".join(
-            f"{name_ranks(found)} at step {step} of the run (loop {stage}, epoch {epoch}, step {index} of the epoch)"
-            for (step, (stage, epoch, index)), found in ranks.items()
+            f"{name_ranks(found)} at step {step} of the run (loop {stage}, epoch {epoch}, step {index} of the epoch{_pass(phase)})"
+            for (step, (stage, epoch, index, phase)), found in ranks.items()
         )
         raise UsageError(
             f"the workers are in different loops or steps: {each}. Every worker must run the same loops over run.shard(...) and "
             "leave them at the same step: look for a `break`, a `return` or an exception that only some workers reach."
         )
+
+
+def _pass(phase: int) -> str:
+    return f", pass {phase + 1} over its lanes" if phase else ""
 
 
 def union(flags: Sequence[bytes]) -> bytes:

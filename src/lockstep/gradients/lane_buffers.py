@@ -31,7 +31,7 @@ _COMPARE_ALL_EVERY = 100
 
 
 class LaneBuffers:
-    """The buffers of one worker. Each step: ``start_step``; for each lane ``restore`` and ``end_lane``; then ``average``."""
+    """The buffers of one worker. Each phase: ``start_phase``; for each lane ``restore`` and ``end_lane``; then ``average``."""
 
     def __init__(self, buffers: Buffers, comm: Comm, fold: Fold) -> None:
         self._buffers, self._comm, self._fold = buffers, comm, fold
@@ -47,8 +47,8 @@ class LaneBuffers:
         self._comm, self._fold = comm, fold
         self._has_begun = False
 
-    def start_step(self, step: int) -> None:
-        """A step begins: every lane will start from the present values."""
+    def start_phase(self, step: int) -> None:
+        """A phase of a step begins: every lane will start from the present values."""
         self._step, self._has_begun = step, True
         tensors = self._buffers.tensors()
         if len(tensors) != len(self._initial) or any(t.shape != b.shape for t, b in zip(tensors, self._initial, strict=True)):

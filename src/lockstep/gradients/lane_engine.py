@@ -2,9 +2,20 @@
 
 Knows nothing of data, optimizers or recovery. The caller says which lane comes next; autograd does the rest:
 
-    start_step -> start_lane -> [user: forward, backward] -> start_lane -> [...] -> AVERAGED -> confirm -> CONFIRMED
+    start_phase -> start_lane -> [user: forward, backward] -> start_lane -> [...] -> AVERAGED -> confirm -> CONFIRMED
 
-The engine is always in one ``EngineState``. A backward in a phase that does not allow it raises UsageError.
+A *phase* is one pass over the lanes of a step, with one set of gradients. In a loop over ``run.shard`` a step has one phase, a lane
+has one backward, and the backward of the last lane averages. In a loop over ``run.steps`` a step may have several phases and a lane
+several backwards (``collects``): the loop calls ``end_lane`` and ``average``.
+
+The engine is always in one ``EngineState``. A backward in a state that does not allow it raises UsageError.
+
+Note: several backwards in a lane
+---------------------------------
+The gradients of a lane are complete after its last backward, and which one is the last is known only when the lane has ended. But
+buckets should leave while the last backward of the last lane runs. So the engine expects as many backwards as the lanes of this
+phase had before, and sends buckets during the last one that it expects. If one more comes, this phase cannot be completed: the
+worker says so in its control word (REPEAT), and all workers repeat the phase, expecting more.
 """
 
 from __future__ import annotations
@@ -21,6 +32,7 @@ from lockstep.errors import PeerError, UsageError
 from lockstep.gradients.autograd_hooks import AutogradHooks
 from lockstep.gradients.control_word import (
     COUNTED,
+    REPEAT,
     WEIGHED,
     ControlWord,
     Position,
@@ -37,7 +49,7 @@ from lockstep.plan.tree import Fold, fold
 
 class EngineState(enum.Enum):
     IDLE = "between steps"
-    LANE = "a lane was started; its backward has not begun"
+    LANE = "a lane was started; its backward has not begun (or may be followed by another one)"
     BACKWARD = "inside a lane's backward"
     FOLDED = "the lane's gradients are in the partial sums; more lanes follow"
     AVERAGED = "this worker has the averages of the step; other workers may still wait for theirs"
@@ -101,6 +113,9 @@ class LaneEngine:
         self.state = EngineState.IDLE
         self.requests_of_all: tuple[int, ...] = ()
         self._peer_error: PeerError | None = None
+        self._report = b""  # the mask of the parameters that report their gradients at once
+        self._is_sending = False  # whether buckets leave during this backward
+        self._expected_backwards: dict[int, int] = {}  # phase -> the most backwards that a lane had
         self._hooks = AutogradHooks(self.params, self._begin, self._ready, self._end)
         self._model.hook(self._hooks)
 
@@ -142,27 +157,70 @@ class LaneEngine:
 
     # -- called by the training loop ---------------------------------------------------------
 
-    def start_step(self, step: int, counts: Sequence[int], position: Position = (0, 0, 0)) -> None:
-        """A step begins, possibly again.
+    def start_phase(self, step: int, counts: Sequence[int], position: Position = (0, 0, 0, 0), *, collects: bool = False) -> None:
+        """A phase of a step begins, possibly again.
 
-        ``counts``: the number of samples of every lane of the run. ``position``: (stage of the loop, epoch, index in the epoch),
-        which must be equal on all ranks.
+        Args:
+            step: The step.
+            counts: The number of samples of every lane of the run.
+            position: (stage of the loop, epoch, index in the epoch, phase), which must be equal on all ranks.
+            collects: Whether ``end_lane`` and ``average`` will be called. Then a lane may have any number of backwards, and a lane
+                that is not started counts for nothing.
         """
-        self.step, self._position = step, position
-        self._weights = LaneWeights(step, counts, self.my_lanes)
+        self.step, self._position, self._collects = step, position, collects
+        self._weights = LaneWeights(counts, self.my_lanes)
         self._settings_hash: int | None = None
-        self._reducer.start_step(step)
-        self._lane_buffers.start_step(step)
+        self._reducer.start_phase(step)
+        self._lane_buffers.start_phase(step)
+        self.requests_of_all = ()
+        self._is_last = self._must_repeat = False
+        self._lanes_run: set[int] = set()
         self.state = EngineState.IDLE
 
     def start_lane(self, lane: int, is_last: bool) -> None:
-        """The loop body runs next on lane ``lane``. ``is_last``: it is this worker's last lane with samples in this step."""
+        """The loop body runs next on lane ``lane``. ``is_last``: it is this worker's last lane with samples in this phase."""
         if self.state is not EngineState.IDLE:
             self._lane_buffers.restore()
-        self._lane, self._is_last = lane, is_last
+        self._lane, self._is_last, self._backwards = lane, is_last, 0
+        self._lanes_run.add(lane)
         for param in self.params:
             param.grad = None
         self.state = EngineState.LANE
+
+    def skip_lane(self, lane: int) -> None:
+        """Let a lane of this worker count for nothing. Called before its ``start_lane``, if it is started at all."""
+        self._weights.skip(lane)
+
+    def end_lane(self) -> None:
+        """A lane that ``collects`` is over: add its gradients to the partial sums. A lane without a backward counts for nothing."""
+        if self.state is EngineState.DISCARDED:
+            return
+        if not self._backwards:
+            self._weights.skip(self._lane)
+            if self._is_last:
+                self._begin_lane()
+        expected = self._expected_backwards.get(self._position[3], 0)
+        self._expected_backwards[self._position[3]] = max(expected, self._backwards)
+        self._recovering(self._fold_lane if self._backwards or self._is_last else self._drop_lane)
+
+    def average(self) -> None:
+        """All lanes that ``collect`` are over: average the gradients of all workers. Collective.
+
+        Afterwards the state is AVERAGED; or DISCARDED, if a worker was lost or the phase must be repeated.
+        """
+        if self.state is EngineState.DISCARDED:
+            return
+
+        def exchange() -> None:
+            for lane in set(range(*self.my_lanes)) - self._lanes_run:
+                self._weights.skip(lane)
+            if not self._is_last:  # this worker ran no lane
+                self._lane, self._is_last = self.my_lanes[1] - 1, True
+                self._begin_lane()
+                self._reducer.end()
+            self._exchange()
+
+        self._recovering(exchange)
 
     @property
     def is_averaged(self) -> bool:
@@ -185,6 +243,10 @@ class LaneEngine:
                 on_peer_lost(error)
                 return
         self.confirm_step()
+
+    def forget_requests(self) -> None:
+        """This step had no phase in which workers could ask for something."""
+        self.requests_of_all = ()
 
     def confirm_step(self) -> None:
         """Allow the step to commit."""
@@ -209,8 +271,8 @@ class LaneEngine:
 
     def weigh(self, weight: float) -> None:
         """Give the current lane this weight instead of its number of samples."""
-        if self.state is not EngineState.LANE:
-            when = "after a lane's backward()" if self.state is EngineState.FOLDED or self.is_averaged else "outside a lane"
+        if self.state is not EngineState.LANE or self._backwards:
+            when = "after a lane's backward()" if self.state in _AFTER_BACKWARD else "outside a lane"
             raise UsageError(f"run.weigh() was called {when}. Call it in the loop body, before backward().")
         self._weights.weigh(self._lane, weight)
 
@@ -220,49 +282,87 @@ class LaneEngine:
         if self.state is EngineState.DISCARDED:
             return bytes(len(self.params))
         if self.state is not EngineState.LANE:
-            raise UsageError(_WRONG_PHASE[self.state])
+            raise UsageError(_WRONG_STATE[self.state])
         self.state = EngineState.BACKWARD
+        self._backwards += 1
+        report = self._begin_lane() if self._backwards == 1 else self._report
+        if not self._collects:
+            return report
+        self._must_repeat |= self._is_sending
+        self._is_sending = self._is_last and self._backwards == self._expected_backwards.get(self._position[3])
+        return report if self._is_sending else bytes(len(self.params))
+
+    def _begin_lane(self) -> bytes:
+        """The gradients of a lane will come. Returns the mask of the parameters that report theirs at once."""
         if self._is_last:
             self._callbacks.before_send()
         if self._settings_hash is None:
             self._settings_hash = self._callbacks.settings_hash()
-        scale = self._weights.scale_before_exchange(has_all_weights=self.comm.size == 1 and self._is_last)
-        return self._reducer.begin(WeightedMicroBatch(self._lane, self._weights.share(self._lane), scale, self._is_last))
+        self._is_sending = not self._collects
+        self._report = self._reducer.begin(
+            WeightedMicroBatch(self._lane, self._weights.share(self._lane), self._weights.scale, self._is_last)
+        )
+        return self._report
 
     def _ready(self, indices: Sequence[int]) -> None:
-        if self.state is EngineState.BACKWARD and self._peer_error is None:
-            try:
-                self._reducer.ready(indices)
-            except PeerError as error:
-                if self._callbacks.on_peer_lost is None:
-                    raise
-                self._peer_error = error  # reported by _end: autograd must not be interrupted
+        if self.state is not EngineState.BACKWARD or self._peer_error is not None:
+            return
+        if not self._is_sending or self._must_repeat:
+            self._reducer.note_order(indices)
+            return
+        try:
+            self._reducer.ready(indices)
+        except PeerError as error:
+            if self._callbacks.on_peer_lost is None:
+                raise
+            self._peer_error = error  # reported when the lane ends: autograd must not be interrupted
 
     def _end(self) -> None:
         if self.state is EngineState.DISCARDED:
             return
+        if self._collects:
+            self.state = EngineState.LANE
+            return
+        self._recovering(self._fold_lane)
+        if self._is_last and self.state is EngineState.FOLDED:
+            self._recovering(self._exchange)
+
+    def _recovering(self, work: Callable[[], None]) -> None:
+        """Do ``work``. If a peer is lost, or was lost in the backward before, the owner recovers."""
         try:
             if self._peer_error is not None:
                 raise self._peer_error
-            self._finish()
+            work()
         except PeerError as error:
+            self._peer_error = None
             if self._callbacks.on_peer_lost is None:
                 raise
-            self._peer_error = None
             self._callbacks.on_peer_lost(error)
 
-    def _finish(self) -> None:
+    def _fold_lane(self) -> None:
         self._reducer.end()
-        self._lane_buffers.end_lane(self._lane, self._weights.counts[self._lane] > 0)
-        if not self._is_last:
-            self.state = EngineState.FOLDED
-            return
+        self._lane_buffers.end_lane(self._lane, self._weights.counts_for_something(self._lane))
+        self.state = EngineState.FOLDED
+
+    def _drop_lane(self) -> None:
+        self._lane_buffers.end_lane(self._lane, has_samples=False)
+        self.state = EngineState.FOLDED
+
+    def _exchange(self) -> None:
         words = exchange_words(self.comm, self._control_word(), self._most_lanes)
         self._compare(words)
         self.requests_of_all = tuple(word.requests for word in words)
-        scale = self._weights.scale([weight for word in words for weight in word.weights])
-        self._reducer.finish(union([word.present for word in words]), scale)
-        self._lane_buffers.average(union([word.changed for word in words]), self._weights, scale)
+        weights = [weight for word in words for weight in word.weights]
+        correction = self._weights.correction(weights)
+        self._reducer.finish(union([word.present for word in words]), correction)
+        if any(word.requests & REPEAT for word in words):
+            self.discard_step()
+            return
+        if correction:
+            changed = union([word.changed for word in words])
+            self._lane_buffers.average(changed, self._weights, self._weights.scale_of_buffers(weights))
+        else:
+            self._lane_buffers.restore()
         self.state = EngineState.AVERAGED
         self._callbacks.on_averaged()
 
@@ -270,7 +370,8 @@ class LaneEngine:
         settings_hash = self._callbacks.settings_hash()
         if settings_hash != self._settings_hash:
             self._callbacks.on_settings_differ(None)
-        requests, weights = self._callbacks.requests() | self._weights.kinds(), tuple(self._weights.mine.values())
+        requests = self._callbacks.requests() | self._weights.kinds() | (REPEAT if self._must_repeat else 0)
+        weights = tuple(self._weights.mine.values())
         present, changed = bytes(self._reducer.present), self._lane_buffers.changed()
         return ControlWord(self.step, self._position, settings_hash, requests, weights, present, changed)
 
@@ -283,12 +384,14 @@ class LaneEngine:
         if len(kinds) > 1 or WEIGHED | COUNTED in kinds:
             raise UsageError(
                 f"run.weigh() was called for some lanes of step {self.step} and not for others: your weights and numbers of "
-                "samples cannot be added. Call run.weigh() in every iteration of the loop body, or never."
+                "samples cannot be added. Call run.weigh() in every iteration of the loop body, or never. (run.weigh(0), which "
+                "skips a batch, may be called in any iteration.)"
             )
 
 
 _AVERAGED = (EngineState.AVERAGED, EngineState.UNCONFIRMED, EngineState.CONFIRMED)
-_WRONG_PHASE = {
+_AFTER_BACKWARD = (EngineState.LANE, EngineState.FOLDED, *_AVERAGED)
+_WRONG_STATE = {
     EngineState.IDLE: (
         "backward() was called outside the loop over run.shard(...). Only inside the loop do gradients belong to a step. "
         "Move backward() into the loop, or train that model without Run."

@@ -32,20 +32,25 @@ from lockstep.plan.tree import Fold, carries
 
 
 class LaneWeights:
-    """The weights of this worker's lanes in one step, and the two factors that make a weighted mean of them.
+    """The weights of this worker's lanes in one step, and the factors that make a weighted mean of them.
 
     A lane's weight is its number of samples, or what the user passed to ``run.weigh``. The step's gradient is sum(weight *
-    gradient) / sum(weight) over all lanes. It is computed as sum(share * gradient) * scale, where ``share`` is the weight divided
-    by the largest number of samples of a lane: 1 for most lanes, which costs no multiplication.
+    gradient) / sum(weight) over all lanes. It is computed as sum(share * gradient) * scale * correction:
+
+        share        weight / (largest number of samples of a lane): 1 for most lanes, which costs no multiplication
+        scale        (largest number of samples of a lane) / (samples of all lanes): known before the step, so it is applied when
+                     a bucket is sent
+        correction   (samples of all lanes) / (weights of all lanes): 1 unless the user weighed or skipped a lane; known when the
+                     control words are exchanged
 
     ``counts`` holds the number of samples of every lane of the run, ``mine`` the weight of each lane of this worker.
     """
 
-    def __init__(self, step: int, counts: Sequence[int], my_lanes: tuple[int, int]) -> None:
-        self._step, self.counts, self._unit = step, counts, max(counts)
+    def __init__(self, counts: Sequence[int], my_lanes: tuple[int, int]) -> None:
+        self.counts, self._unit = counts, max(counts)
         self.mine = {lane: float(counts[lane]) for lane in range(*my_lanes)}
         self._weighed: set[int] = set()
-        self._weigh_was_called = False
+        self._skipped: set[int] = set()
 
     def weigh(self, lane: int, weight: float) -> None:
         """Give a lane this weight instead of its number of samples. A lane without samples keeps weight 0."""
@@ -53,59 +58,65 @@ class LaneWeights:
             raise UsageError(
                 f"run.weigh({weight}) is not a weight. Pass a finite number of samples, tokens, ... that is 0 or more."
             )
-        self._weigh_was_called = True
-        if self.counts[lane]:
+        if weight == 0:
+            self.skip(lane)
+        elif self.counts[lane]:
             self.mine[lane] = float(weight)
             self._weighed.add(lane)
+            self._skipped.discard(lane)
+
+    def skip(self, lane: int) -> None:
+        """Let a lane count for nothing."""
+        self.mine[lane] = 0.0
+        self._skipped.add(lane)
+        self._weighed.discard(lane)
+
+    def counts_for_something(self, lane: int) -> bool:
+        return self.mine[lane] > 0
 
     def kinds(self) -> int:
         """Returns the bits WEIGHED (the user weighed a lane of this worker) and COUNTED (a lane with samples was not weighed)."""
-        counted = any(self.counts[lane] and lane not in self._weighed for lane in self.mine)
+        counted = any(self.counts[lane] and lane not in self._weighed and lane not in self._skipped for lane in self.mine)
         return (WEIGHED if self._weighed else 0) | (COUNTED if counted else 0)
 
     def share(self, lane: int) -> float:
-        return self.mine[lane] / self._unit if len(self.counts) > 1 else float(self.counts[lane] > 0)
+        return self.mine[lane] / self._unit if len(self.counts) > 1 else float(self.mine[lane] > 0)
 
-    def scale(self, weights: Sequence[float]) -> float:
-        """1 / (sum of the shares of all lanes), from the weights of all lanes of the run."""
-        if len(self.counts) == 1:
-            return 1.0
+    @property
+    def scale(self) -> float:
+        return self._unit / sum(self.counts) if len(self.counts) > 1 else 1.0
+
+    def correction(self, weights: Sequence[float]) -> float:
+        """Returns 0 if all ``weights`` (of every lane of the run) are 0: then the step has no gradient."""
         total = math.fsum(weights)
-        if total == 0:
-            raise UsageError(
-                f"all {len(self.counts)} lanes of step {self._step} have weight 0, so there is nothing to average. "
-                "Give at least one lane a positive weight with run.weigh(n)."
-            )
-        return self._unit / total
+        return 0.0 if total == 0 else sum(self.counts) / total if len(self.counts) > 1 else 1.0
 
-    def scale_before_exchange(self, has_all_weights: bool) -> float | None:
-        """``scale``, if this worker knows it without the other workers' weights; otherwise None."""
-        if has_all_weights:
-            return self.scale(tuple(self.mine.values()))
-        if len(self.counts) == 1:
-            return 1.0
-        return None if self._weigh_was_called else self._unit / sum(self.counts)
+    def scale_of_buffers(self, weights: Sequence[float]) -> float:
+        """``scale * correction``, rounded once."""
+        return self._unit / math.fsum(weights) if len(self.counts) > 1 else 1.0
 
 
 @dataclass(frozen=True)
 class WeightedMicroBatch:
     """One lane on this worker. ``share`` and ``scale``: see LaneWeights. ``is_last``: this worker's last lane with samples.
 
-    If ``share`` is 0, the gradients count as zeros. ``scale`` is None if the other workers' weights must be known first.
+    If ``share`` is 0, the gradients count as zeros.
     """
 
     lane: int
     share: float
-    scale: float | None
+    scale: float
     is_last: bool
 
 
 class LaneReducer(BucketReducer[Bucket]):
     """Averages the gradients of ``params`` over all lanes. ``fold`` says which rank has which lanes.
 
-    Each step: ``start_step``; for each lane with samples ``begin``, ``ready`` (any number of times) and ``end``; after the last
+    Each phase: ``start_phase``; for each lane with samples ``begin``, ``ready`` (any number of times) and ``end``; after the last
     lane ``finish``. All ranks must call them for the same step.
     """
+
+    _plans_kept = 2
 
     def __init__(
         self,
@@ -138,8 +149,8 @@ class LaneReducer(BucketReducer[Bucket]):
 
     # -- one step ----------------------------------------------------------------------------
 
-    def start_step(self, step: int) -> None:
-        """A step begins, possibly again: nothing is kept of an unfinished step."""
+    def start_phase(self, step: int) -> None:
+        """A phase of a step begins, possibly again: nothing is kept of an unfinished one."""
         self.step = step
         planned = [p.requires_grad for p in self._params]
         if planned != self._planned:
@@ -167,7 +178,7 @@ class LaneReducer(BucketReducer[Bucket]):
         for index, taken in enumerate(self._taken):
             if not taken and self._planned[index]:
                 rest.append(index)
-            elif not taken and self._fires[index]:
+            elif not taken:
                 self._params[index].grad = None  # unfrozen in the middle of a step: it takes part from the next step on
         with torch.no_grad():
             self._take(rest)
@@ -177,16 +188,20 @@ class LaneReducer(BucketReducer[Bucket]):
                 self._partial_sums.end_lane()
         self._learn_fires()
 
-    def finish(self, present: Sequence[int], scale: float) -> None:
+    def finish(self, present: Sequence[int], correction: float) -> None:
         """Wait for all buckets and set the averages. ``present[i]``: whether a lane of the run had a gradient of parameter i."""
         with torch.no_grad():
             for index in self._sparse:
-                self._finish_sparse(index, bool(present[index]), scale)
+                self._finish_sparse(index, bool(present[index]), self._micro_batch.scale * correction)
             for pending in self._pending:
                 pending.wait()
+            if not self._buckets and correction != 1:
+                multiply([g for i, p in enumerate(self._params) if i not in self._sparse and (g := p.grad) is not None], correction)
             for bucket in self._buckets:
-                if self._micro_batch.scale is None or (not self._exact and bucket.wire.is_cuda):
-                    bucket.flat.mul_(scale / self._headroom[bucket.members[0]])
+                is_scaled = self._exact or not bucket.wire.is_cuda
+                factor = correction if is_scaled else self._scale_of(bucket) * correction
+                if factor != 1:
+                    bucket.flat.mul_(factor)
                 for slot, index in enumerate(bucket.members):
                     self._params[index].grad = bucket.views[0][slot] if present[index] else None
         self._learn_order(0)
@@ -231,7 +246,6 @@ class LaneReducer(BucketReducer[Bucket]):
     def _set_gradients(self, indices: list[int], totals: list[Value]) -> None:
         """This worker is alone: its total is the sum of all lanes."""
         scale = self._micro_batch.scale
-        assert scale is not None
         self._multiply(indices, totals, lambda headroom: scale / headroom)
         for index, total in zip(indices, totals, strict=True):
             self._params[index].grad = total
@@ -263,9 +277,8 @@ class LaneReducer(BucketReducer[Bucket]):
         rows = self._fold.width if self._exact else 1
         return [Bucket(k, spec, self._params, self._comm, rows=rows) for k, spec in enumerate(self.plan.buckets)]
 
-    def _scale_of(self, bucket: Bucket) -> float | None:
-        scale = self._micro_batch.scale
-        return None if scale is None else scale / self._headroom[bucket.members[0]]
+    def _scale_of(self, bucket: Bucket) -> float:
+        return self._micro_batch.scale / self._headroom[bucket.members[0]]
 
     def _launch(self, bucket: Bucket) -> Pending:
         what = f"bucket {bucket.index} of step {self.step}"

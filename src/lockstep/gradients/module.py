@@ -62,19 +62,22 @@ class HookedModule:
         embeddings = (m for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse)
         sparse = {id(embedding.weight) for embedding in embeddings}
         self.sparse = frozenset(i for i, p in enumerate(self.params) if id(p) in sparse)
-        self._handle: RemovableHandle | None = None
+        self._handles: list[RemovableHandle] = []
 
     def hook(self, owner: OutputWatcher) -> None:
         """Register the forward hook. From now on no other module may hook these parameters."""
-        self._handle = self._module.register_forward_hook(ForwardHook(owner))
+        has_forward = not isinstance(self._module, (nn.ModuleList, nn.ModuleDict))
+        called = [self._module] if has_forward else list(self._module.children())
+        self._handles = [module.register_forward_hook(ForwardHook(owner)) for module in called]
         for _, param in self.named:
             _hooked_params[param] = True
 
     def unhook(self) -> None:
         """Undo ``hook``. May be called twice."""
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
+        if self._handles:
+            for handle in self._handles:
+                handle.remove()
+            self._handles = []
             for _, param in self.named:
                 _hooked_params.pop(param, None)
 

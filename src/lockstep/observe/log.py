@@ -34,12 +34,13 @@ class LaneLog:
         self.latest: dict[str, float] = {}
         self._sinks = sinks
         self._mine: list[_Entry] = []  # what this worker has not shared yet
-        self._shared: dict[str, list[Any]] = {}  # "step/lane/number" -> [step, lane, weight, {name: hex}], equal on every worker
+        # "step/phase/lane/number" -> [step, lane, weight, {name: hex}], equal on every worker
+        self._shared: dict[str, list[Any]] = {}
         self._published = -1  # the last step whose averages were published
         self._number = 0
 
-    def note(self, step: int, lane: int, values: Mapping[str, Any]) -> None:
-        """Keep what the user logged in one lane of a step.
+    def note(self, step: int, lane: int, values: Mapping[str, Any], *, phase: int = 0, weight: float | None = None) -> None:
+        """Keep what the user logged in one lane of a phase of a step. ``weight`` is None until the lane has ended.
 
         Raises:
             UsageError: If a value is not a number or a tensor of one element.
@@ -60,7 +61,7 @@ class LaneLog:
                         f"run.log({name}={value!r:.60}) is not a number. Log a number or a tensor of one element."
                     ) from None
         self._number += 1
-        self._mine.append(_Entry(step, lane, self._number, kept))
+        self._mine.append(_Entry(step, phase, lane, self._number, kept, weight))
 
     def weigh(self, weight: float) -> None:
         """Give the values that were noted since the last call this weight. Called at the end of each micro-batch."""
@@ -68,10 +69,17 @@ class LaneLog:
             if entry.weight is None:
                 entry.weight = weight
 
-    def discard_step(self, step: int) -> None:
-        """Drop the values of a step that did not commit: it will run again, and log again."""
-        self._mine = [entry for entry in self._mine if entry.step != step]
-        self._shared = {key: entry for key, entry in self._shared.items() if entry[0] != step}
+    def discard_step(self, step: int, phase: int) -> None:
+        """Drop the values of a phase that did not commit: it will run again, and log again."""
+        self._mine = [entry for entry in self._mine if (entry.step, entry.phase) != (step, phase)]
+        self._shared = {key: entry for key, entry in self._shared.items() if not key.startswith(f"{step}/{phase}/")}
+
+    def means(self, comm: Comm, step: int, phase: int) -> dict[str, float]:
+        """Return the averages of what was logged in the lanes of one phase. All workers must call this after the phase."""
+        self.share(comm)
+        found = [entry for key, entry in self._shared.items() if key.startswith(f"{step}/{phase}/") and entry[1] >= 0]
+        averages = average(found)
+        return averages[0][1] if averages else {}
 
     def share(self, comm: Comm, *, reads_devices: bool = True) -> None:
         """Give this worker's new entries to all workers. All workers must call this.
@@ -125,10 +133,9 @@ class LaneLog:
 class _Entry:
     """What the user logged with one call. ``weight`` is None until the micro-batch's weight is known."""
 
-    def __init__(self, step: int, lane: int, number: int, values: dict[str, Any]) -> None:
-        self.step, self.lane, self.values = step, lane, values
-        self.key = f"{step}/{lane}/{number}"
-        self.weight: float | None = None
+    def __init__(self, step: int, phase: int, lane: int, number: int, values: dict[str, Any], weight: float | None) -> None:
+        self.step, self.phase, self.lane, self.values, self.weight = step, phase, lane, values, weight
+        self.key = f"{step}/{phase}/{lane}/{number}"
         self.is_on_device = any(isinstance(value, Tensor) and value.device.type != "cpu" for value in values.values())
 
     def packed(self) -> list[Any]:

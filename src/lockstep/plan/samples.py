@@ -17,7 +17,7 @@ from math import isqrt
 
 from lockstep.errors import InvariantError, UsageError
 
-SAMPLE, COLLATE, SAMPLER, STREAM, MODEL, EVALUATION = range(6)
+SAMPLE, COLLATE, SAMPLER, STREAM, MODEL, EVALUATION, PHASE = range(7)
 """Salts: what a seed is used for. Equal numbers with different salts give unrelated seeds."""
 
 SMALL = 1 << 12

@@ -25,11 +25,11 @@ class Consistency:
         self, workers: WorkerGroup, engine: LaneEngine, gate: StepGate, device: torch.device, settings: Mapping[str, Any]
     ) -> None:
         self._workers, self._engine, self._gate, self._device, self._settings = workers, engine, gate, device, settings
-        self._trainable = engine.trainable()
+        self._agreed = {tuple(engine.trainable())}  # the sets of trained parameters that were compared
 
     def new_generation(self) -> None:
         """Forget what the workers of the last generation agreed on."""
-        self._trainable = self._engine.trainable()
+        self._agreed = {tuple(self._engine.trainable())}
 
     def require_same(self) -> None:
         """Compare the model's layout and the settings, before anything is shared."""
@@ -63,16 +63,16 @@ class Consistency:
                 each.load_state_dict(unflatten(skeleton, held))
 
     def compare_trainable(self) -> None:
-        """Compare which parameters are trained, if this worker has frozen or unfrozen some since the last step."""
-        trainable = self._engine.trainable()
-        if trainable != self._trainable:
+        """Compare which parameters are trained, if this worker trains a set of them for the first time in this generation."""
+        trainable = tuple(self._engine.trainable())
+        if trainable not in self._agreed:
             require_equal(
                 self._workers.comm,
                 [["trainable", "parameter", name] for name in trainable],
                 "train different parameters",
                 "Freeze and unfreeze the same parameters at the same step on every worker.",
             )
-            self._trainable = trainable
+            self._agreed.add(trainable)
 
     def compare_data(self, arguments: Mapping[str, Any]) -> None:
         """Compare the arguments of ``run.shard`` at the beginning of a loop."""

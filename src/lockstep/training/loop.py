@@ -12,18 +12,19 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 from lockstep.comm.exchange import gather_bytes
 from lockstep.data.seeding import seed_everything
-from lockstep.data.shard import Shard, StepPlan, StepRestarted
+from lockstep.data.step_loader import StepPlan, StepRestarted
 from lockstep.elastic.recovery import Recovery
 from lockstep.elastic.worker_group import WorkerGroup
 from lockstep.errors import PeerError, UsageError
 from lockstep.gradients.lane_engine import EngineState, LaneEngine
 from lockstep.observe.log import LaneLog
-from lockstep.plan.samples import MODEL, lane_seed, sample_seed
+from lockstep.plan.samples import MODEL, sample_seed
 from lockstep.training.between_steps import BetweenSteps
 from lockstep.training.consistency import Consistency
 from lockstep.training.loop_checks import require_complete, require_same_data
@@ -36,7 +37,7 @@ T = TypeVar("T")
 
 
 class TrainingLoop:
-    """The driver of shards (data/shard.py: ``Driver``)."""
+    """The driver of shards (data/shard.py: ``ShardDriver``)."""
 
     def __init__(
         self,
@@ -56,7 +57,7 @@ class TrainingLoop:
         self._commit, self._gate, self._consistency, self._between_steps = commit, gate, consistency, between_steps
         self._log, self._seed = log, seed
         self._abandoned: int | None = None  # the step in which the user left a loop, until a warning says so
-        self._closed = False
+        self._closed = self._raises_peer_errors = False
 
     # -- what the shard reads ----------------------------------------------------------------
 
@@ -77,7 +78,7 @@ class TrainingLoop:
 
     # -- a loop ------------------------------------------------------------------------------
 
-    def enter_loop(self, shard: Shard) -> int | None:
+    def enter_loop(self, settings: Mapping[str, Any]) -> int | None:
         """Begin a loop. Returns its stage, or None if the run has passed this loop already."""
         self.require_open()
         progress = self._progress
@@ -92,10 +93,10 @@ class TrainingLoop:
             self._seed_after(stage)
             return None
         if entry in (LoopEntry.RESUME, LoopEntry.JOIN):
-            require_same_data(progress.data, shard.settings)
+            require_same_data(progress.data, settings)
         if entry is not LoopEntry.JOIN:  # the others have compared already
-            self._recovery.together(lambda: self._consistency.compare_data(shard.settings))
-        progress.data = dict(shard.settings)
+            self._recovery.together(lambda: self._consistency.compare_data(settings))
+        progress.data = dict(settings)
         progress.loop = CurrentLoop(stage)
         return stage
 
@@ -122,22 +123,32 @@ class TrainingLoop:
         """Begin an epoch. ``fingerprint`` identifies the order of its samples; 0 for a stream."""
         self._require_unchanged()
         if fingerprint:
-            self._or_restart_step(lambda: self._consistency.compare_order(fingerprint))
+            self.or_restart_step(lambda: self._consistency.compare_order(fingerprint))
 
     # -- a step ------------------------------------------------------------------------------
 
     def start_step(self, step: StepPlan) -> None:
         loop = self._current()
-        loop.step, loop.micro_batches = step, 0
-        if step.index == 1:
-            self._require_unchanged()  # the first forward may have created parameters or buffers
+        if step.index == 0:
+            self._gate.require_no_closure()
+        self.note_step(step)
 
         def start() -> None:
             self._consistency.compare_trainable()
-            self._engine.start_step(self._progress.step, step.counts, (loop.stage, step.epoch, step.index))
+            self._engine.start_phase(self._progress.step, step.counts, (loop.stage, step.epoch, step.index, 0))
 
-        self._or_restart_step(start)
+        self.or_restart_step(start)
+
+    def note_step(self, step: StepPlan) -> None:
+        """The loop has come to this step."""
+        loop = self._current()
+        loop.step, loop.micro_batches = step, 0
+        if step.index == 1:
+            self._require_unchanged()  # the first forward may have created parameters or buffers
         self._commit.start_step()
+
+    def skip_lane(self, lane: int) -> None:
+        self._engine.skip_lane(lane)
 
     def start_micro_batch(self, lane: int, is_last: bool) -> None:
         loop = self._current()
@@ -145,13 +156,13 @@ class TrainingLoop:
         loop.micro_batches += 1
         loop.generation = self._workers.generation
         self._engine.start_lane(lane, is_last)
-        seed_everything(lane_seed(self._seed, self._progress.step, lane))
+        self._commit.seed_lane(lane)
 
     def end_micro_batch(self) -> None:
         """Raises StepRestarted if the workers have changed and the shard must start the step again."""
         loop = self._current()
         if self._engine.state is EngineState.DISCARDED and not loop.committed:
-            self._log.discard_step(self._progress.step + 1)
+            self._log.discard_step(self._progress.step + 1, phase=0)
             raise StepRestarted
         require_complete(loop, self._progress.step, self._engine.state, self._gate.optimizers)
         self._log.weigh(self._engine.weight_of(loop.lane))
@@ -168,15 +179,26 @@ class TrainingLoop:
             texts = gather_bytes(self._workers.comm, mine, "the samples of each lane")
             return [count for text in texts for count in json.loads(text)]
 
-        return tuple(self._or_restart_step(gather))
+        return tuple(self.or_restart_step(gather))
 
-    def _or_restart_step(self, collective: Callable[[], T]) -> T:
+    def or_restart_step(self, collective: Callable[[], T]) -> T:
         """Call a collective of the loader. After a recovery, all workers start the step again instead of repeating the call."""
         try:
             return collective()
         except PeerError as error:
+            if self._raises_peer_errors:
+                raise
             self._recovery.recover(error)
             raise StepRestarted from None
+
+    @contextmanager
+    def raising_peer_errors(self) -> Iterator[None]:
+        """Within this context the loader runs in a collective that is repeated as a whole if a worker is lost."""
+        self._raises_peer_errors = True
+        try:
+            yield
+        finally:
+            self._raises_peer_errors = False
 
     def _current(self) -> CurrentLoop:
         assert self._progress.loop is not None
@@ -199,7 +221,13 @@ class TrainingLoop:
 
     def require_collective(self, call: str, line: str) -> None:
         """Raise a UsageError if ``call`` would not run on all workers at once."""
-        if self._progress.loop is not None and not self._progress.committed:
+        loop = self._progress.loop
+        if loop is not None and loop.in_phase:
+            raise UsageError(
+                f"{call} must be called by all workers at once, but the loop over the lanes of a step runs once per lane. Call it "
+                "behind that loop, in the loop over run.steps(...)."
+            )
+        if loop is not None and not loop.may_meet:
             raise UsageError(
                 f"{call} must be called by all workers at once, but the loop body runs once per lane. Call it once per step, after "
                 f"opt.step(): `if run.every(100): {line}`."

@@ -25,11 +25,7 @@ def require_same_data(before: Mapping[str, Any], settings: Mapping[str, Any]) ->
 
 def require_complete(loop: CurrentLoop, step: int, state: EngineState, optimizers: Sequence[Any]) -> None:
     """Require that the loop body has called backward() and, in the last micro-batch of the step, the optimizer."""
-    if state is EngineState.BACKWARD:
-        raise UsageError(
-            f"backward() raised in step {step} and the exception was caught: half of lane {loop.lane} is missing, and other "
-            "workers wait for it. Let the exception end the run; to skip a batch call run.weigh(0) before backward()."
-        )
+    require_backward_returned(loop, step, state)
     if state is EngineState.LANE:
         raise UsageError(
             f"the loop body ended without backward() in step {step} (lane {loop.lane}). Every iteration needs one: all other "
@@ -40,4 +36,13 @@ def require_complete(loop: CurrentLoop, step: int, state: EngineState, optimizer
         raise UsageError(
             f"the loop body ended without {names}, though the last lane of step {step} was averaged. "
             "Call it in every iteration, on the optimizer that was passed to Run; it does nothing until the last lane."
+        )
+
+
+def require_backward_returned(loop: CurrentLoop, step: int, state: EngineState) -> None:
+    """Require that no backward() of this micro-batch has raised."""
+    if state is EngineState.BACKWARD:
+        raise UsageError(
+            f"backward() raised in step {step} and the exception was caught: half of lane {loop.lane} is missing, and other "
+            "workers wait for it. Let the exception end the run; to skip a batch call run.weigh(0) before backward()."
         )

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.data.shard import StepPlan
+from lockstep.data.step_loader import StepPlan
 
 
 @dataclass
@@ -27,7 +27,18 @@ class CurrentLoop:
     micro_batches: int = 0
     """How many micro-batches of this step the worker has begun."""
     generation: int = 0
-    """The generation in which this micro-batch began."""
+    """The generation in which this micro-batch, or the last phase, began."""
+    has_phases: bool = False
+    """Whether this is a loop over ``run.steps``, whose steps consist of phases. In a loop over ``run.shard`` they have only one."""
+    phase: int = 0
+    """The phase of the step that was begun last; -1 before the first."""
+    in_phase: bool = False
+    """Whether the user's loop over the lanes of a step (``run.steps``) is under way."""
+
+    @property
+    def may_meet(self) -> bool:
+        """Whether all workers can take part in a collective here: they are not inside the lanes of a step."""
+        return not self.in_phase if self.has_phases else self.committed
 
 
 @dataclass
@@ -38,6 +49,8 @@ class Progress:
     """Steps committed so far."""
     samples: int = 0
     """Samples committed so far."""
+    commits: int = 0
+    """Phases committed so far: as many as steps, if every step has one phase."""
     stage: int = 0
     """The loop that the run is in, or comes to next."""
     position: tuple[int, int] = (0, 0)
@@ -63,11 +76,17 @@ class Progress:
         return self.loop is not None and self.loop.committed
 
     @property
+    def is_in_phases(self) -> bool:
+        """Whether the worker is in a loop over ``run.steps``."""
+        return self.loop is not None and self.loop.has_phases
+
+    @property
     def epoch(self) -> int:
         """The epoch of the current loop, or 0."""
         return self.loop.step.epoch if self.loop is not None and self.loop.step is not None else 0
 
     def commit(self, plan: StepPlan) -> None:
+        """A step is complete. Its phases were counted in ``commits`` before."""
         self.step += 1
         self.samples += sum(plan.counts)
         self.position = (plan.epoch + 1, 0) if plan.ends_epoch else (plan.epoch, plan.index + 1)
@@ -79,6 +98,7 @@ class Progress:
         return {
             "step": self.step,
             "samples": self.samples,
+            "commits": self.commits,
             "stage": self.stage,
             "position": self.position,
             "equal_at": self.equal_at,
@@ -89,7 +109,7 @@ class Progress:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Adopt another worker's progress, or a checkpoint's: what ``capture`` returned."""
-        self.step, self.samples = state["step"], state["samples"]
+        self.step, self.samples, self.commits = state["step"], state["samples"], state.get("commits", state["step"])
         self.stage, self.position = state["stage"], state["position"]
         self.equal_at, self.data = state["equal_at"], state["data"]
         self.results, self.was_in_loop = list(state["results"]), state["in_loop"]

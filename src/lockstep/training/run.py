@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal, TypeVar, cast
 
@@ -23,6 +23,7 @@ from lockstep.checkpoint.checkpoints import CheckpointCallbacks, Checkpoints
 from lockstep.comm.base import Comm
 from lockstep.data.shard import Shard
 from lockstep.data.source import LoaderOptions
+from lockstep.data.steps import Steps
 from lockstep.elastic.agent_link import CommOptions
 from lockstep.elastic.collective_journal import CollectiveJournal
 from lockstep.elastic.recovery import Recovery, RecoveryCallbacks
@@ -40,6 +41,7 @@ from lockstep.training.consistency import Consistency
 from lockstep.training.determinism import Determinism
 from lockstep.training.evaluation import Evaluations
 from lockstep.training.loop import TrainingLoop
+from lockstep.training.phases import Phases
 from lockstep.training.progress import Progress
 from lockstep.training.replica_check import ReplicaCheck
 from lockstep.training.run_state import RunState
@@ -60,7 +62,8 @@ class Run:
     prefix. Rank 0's parameters, buffers, optimizer and scheduler states are copied to all workers.
 
     Args:
-        model: The model to train.
+        model: The model to train. Several models: a list or a dict of them, as in ``lockstep.Run([generator, critic], opt_g,
+            opt_c)``. Their parameters are then named "0.weight", or after the keys of the dict.
         *optimizers_and_schedulers: The optimizers of the model, their schedulers, and a ``GradScaler`` if there is one.
         lanes: Into how many slices every global batch is cut. Lanes define the arithmetic: with the same ``lanes`` and ``seed``
             the result has the same bits on any number of workers up to ``lanes``. Default: the number of workers.
@@ -94,7 +97,7 @@ class Run:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module],
         *optimizers_and_schedulers: Any,
         lanes: int | None = None,
         exact: bool = True,
@@ -110,9 +113,10 @@ class Run:
         keep: int = 3,
         verify_every: int = 100,
     ) -> None:
-        _require_sense(model, lanes, seed, threads, bucket_mb, timeout_s, log_every, verify_every)
-        self.model, self.seed, self.exact = model, seed, exact
-        params = [p for _, p in parameters_of(model, ())]
+        _require_sense(_one_module(model), lanes, seed, threads, bucket_mb, timeout_s, log_every, verify_every)
+        self.model: nn.Module = _one_module(model)
+        self.seed, self.exact = seed, exact
+        params = [p for _, p in parameters_of(self.model, ())]
         self.device = device_of(params)
         self._progress = Progress()
         self._owns_comm = comm is None or isinstance(comm, str)
@@ -124,7 +128,7 @@ class Run:
         try:
             if exact:
                 threads = threads if threads is not None or lanes is None or self.device.type != "cpu" else 1
-                self._undo.append(Determinism(model, threads).close)
+                self._undo.append(Determinism(self.model, threads).close)
             self._build_step(optimizers_and_schedulers, bucket_mb)
             self._build_state(on_log, checkpoint, every, keep)
             self._build_loop(log_every, verify_every)
@@ -167,7 +171,9 @@ class Run:
         endpoint = self._endpoint
         ledger = Ledger(endpoint.ledger, endpoint.worker) if endpoint is not None and endpoint.ledger else None
         self._commit = StepCommit(self._progress, self._engine, self._workers, self._journal, ledger, self.seed)
-        self._gate = StepGate(objects, self._engine.params, self._commit.may_step, self._commit.stepped)
+        self._gate = StepGate(
+            objects, self._engine.params, self._commit.may_step, self._commit.stepped, lambda: self._progress.is_in_phases
+        )
         self._undo.append(self._gate.close)
 
     def _build_state(self, on_log: Sink | None, checkpoint: Any, every: str, keep: int) -> None:
@@ -191,6 +197,7 @@ class Run:
             self.device,
             RecoveryCallbacks(
                 committed_steps=lambda: self.step,
+                commits=lambda: self._progress.commits,
                 has_averages=lambda: self._engine.state is EngineState.UNCONFIRMED,
                 confirm_step=self._engine.confirm_step,
                 discard_step=self._discard_step,
@@ -226,6 +233,18 @@ class Run:
             self.seed,
         )
         self._undo.append(self._loop.close)
+        self._phases = Phases(
+            self._loop,
+            self._progress,
+            self._workers,
+            self._recovery,
+            self._engine,
+            self._commit,
+            self._consistency,
+            between_steps,
+            self._log,
+            self.seed,
+        )
 
     def _requests(self) -> int:
         """What this worker asks of the others in the next control word."""
@@ -233,9 +252,10 @@ class Run:
         return stop | self._workers.requests() | (self._checkpoints.requests() if self._checkpoints is not None else 0)
 
     def _discard_step(self) -> None:
-        if not self._progress.committed:
+        loop = self._progress.loop
+        if loop is None or not loop.may_meet:
             self._engine.discard_step()
-            self._log.discard_step(self.step + 1)
+            self._log.discard_step(self.step + 1, loop.phase if loop is not None else 0)
 
     def _rebind(self, comm: Comm) -> None:
         self._engine.rebind(comm)
@@ -261,7 +281,8 @@ class Run:
         """Give all workers what this worker has logged so far, before the step commits: then it survives this worker."""
         loop = self._progress.loop
         assert loop is not None
-        self._log.weigh(self._engine.weight_of(loop.lane))
+        if not loop.has_phases:  # there, each lane has ended before
+            self._log.weigh(self._engine.weight_of(loop.lane))
         self._log.share(comm, reads_devices=False)
 
     def _published(self, step: int, where: str) -> None:
@@ -329,13 +350,18 @@ class Run:
 
     @property
     def committed(self) -> bool:
-        """Whether ``opt.step()`` has committed a step in this iteration: true once per step, on every worker alike."""
+        """Whether the step of this iteration is committed: true once per step, on every worker alike.
+
+        In a loop over ``run.shard`` that is so after ``opt.step()`` in the last micro-batch; in a loop over ``run.steps``, after a
+        loop over the lanes.
+        """
         return self._progress.committed
 
     @property
     def averaged(self) -> bool:
         """Whether ``param.grad`` holds the averages: true from the last lane's ``backward()`` to the end of the iteration."""
-        return self._progress.loop is not None and self._engine.is_averaged
+        loop = self._progress.loop
+        return loop is not None and not loop.in_phase and self._engine.is_averaged
 
     @property
     def stands_in(self) -> bool:
@@ -366,7 +392,9 @@ class Run:
             return self.committed and loop is not None and loop.step is not None and loop.step.ends_epoch
         if not isinstance(period, int) or period < 1:
             raise UsageError(f"run.every({period!r}): pass a number of steps, 1 or more, or 'epoch'.")
-        return self.committed and self.step % period == 0
+        loop = self._progress.loop
+        completed = self.step + (loop is not None and loop.has_phases)  # the step of this iteration is counted at its end
+        return self.committed and completed % period == 0
 
     # -- the loop ----------------------------------------------------------------------------
 
@@ -396,7 +424,7 @@ class Run:
             epochs: How often to pass over the dataset.
             drop_last: Whether to drop the last samples of an epoch if they do not fill a global batch.
             num_workers: How many loader processes each worker has; 0 loads in the worker's own process.
-            collate_fn: Makes a batch from a list of samples, as in a DataLoader.
+            collate_fn: Makes a batch from a list of samples, as in a DataLoader. A batch that it returns as None is skipped.
             pin_memory: As in a DataLoader. Default: True if the model is on a GPU.
             sampler: Yields the indices of an epoch's samples, instead of ``shuffle``. It must yield the same on every worker.
             prefetch_factor: As in a DataLoader.
@@ -422,10 +450,73 @@ class Run:
         )
         return Shard(self._loop, dataset, options)
 
+    def steps(
+        self,
+        dataset: Any,
+        *,
+        global_batch: int,
+        shuffle: bool = False,
+        epochs: int = 1,
+        drop_last: bool = False,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        pin_memory: bool | None = None,
+        sampler: Iterable[int] | None = None,
+        prefetch_factor: int | None = None,
+    ) -> Steps:
+        """Return the steps over a dataset: one iteration per optimizer step, on every worker alike. All workers must call it alike.
+
+        Each step is an iterable over this worker's lanes. When the loop over the lanes has ended, ``param.grad`` holds the
+        averages, and everything behind it (clipping, ``opt.step()``, a moving average) runs once per step on every worker. A
+        second loop over the same step computes another set of gradients, for a second loss or a second model.
+
+        Args:
+            dataset: As in ``shard``, like all other arguments.
+            global_batch: How many samples all workers together use in one step.
+            shuffle: Whether to shuffle the samples anew in each epoch, by ``seed``.
+            epochs: How often to pass over the dataset.
+            drop_last: Whether to drop the last samples of an epoch if they do not fill a global batch.
+            num_workers: How many loader processes each worker has; 0 loads in the worker's own process.
+            collate_fn: Makes a batch from a list of samples, as in a DataLoader. A batch that it returns as None is skipped.
+            pin_memory: As in a DataLoader. Default: True if the model is on a GPU.
+            sampler: Yields the indices of an epoch's samples, instead of ``shuffle``. It must yield the same on every worker.
+            prefetch_factor: As in a DataLoader.
+
+        Returns:
+            An iterable over steps. Its ``len()`` is the number of steps.
+
+        Raises:
+            UsageError: An argument cannot work.
+
+        Example:
+            >>> for step in run.steps(dataset, global_batch=256, shuffle=True):
+            ...     for x, y in step:
+            ...         F.cross_entropy(model(x), y).backward()
+            ...     torch.nn.utils.clip_grad_value_(model.parameters(), 1.0)
+            ...     optimizer.step()
+            ...     optimizer.zero_grad()
+        """
+        options = LoaderOptions(
+            lanes=self.lanes,
+            global_batch=global_batch,
+            epochs=epochs,
+            seed=self.seed,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            sampler=sampler,
+            num_workers=num_workers,
+            collate_fn=collate_fn,
+            pin_memory=self.device.type == "cuda" if pin_memory is None else pin_memory,
+            prefetch_factor=prefetch_factor,
+        )
+        return Steps(self._phases, dataset, options)
+
     def weigh(self, weight: float) -> None:
         """Set the weight of the current lane (its number of tokens, for example) instead of its number of samples.
 
         The step's gradient is sum(w * g) / sum(w) over all lanes. Call it before ``backward()``, in every iteration or never.
+        ``run.weigh(0)`` skips a batch, in any iteration: its gradients count for nothing. If all lanes of a step are skipped, the
+        step has no gradients (``param.grad`` is None), and the optimizer changes nothing.
 
         Raises:
             UsageError: It was called after ``backward()`` or outside the loop, or ``weight`` is negative or not finite.
@@ -448,9 +539,11 @@ class Run:
         loop = self._progress.loop
         if loop is None or loop.step is None:
             raise UsageError("run.log() was called outside the loop over run.shard(...). Call it in the loop body.")
-        step = self.step if loop.committed else self.step + 1
-        if loop.step.counts[loop.lane]:
-            self._log.note(step, loop.lane, values)
+        step = self.step if loop.committed and not loop.has_phases else self.step + 1
+        if loop.has_phases and not loop.in_phase:
+            self._log.note(step, -1, values, phase=loop.phase, weight=1.0)
+        elif loop.step.counts[loop.lane]:
+            self._log.note(step, loop.lane, values, phase=loop.phase)
 
     def evaluate(
         self,
@@ -562,6 +655,15 @@ class Run:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _one_module(model: Any) -> Any:
+    """Several models become one module, which contains them."""
+    if isinstance(model, Mapping) and model and all(isinstance(each, nn.Module) for each in model.values()):
+        return nn.ModuleDict(model)
+    if isinstance(model, (list, tuple)) and model and all(isinstance(each, nn.Module) for each in model):
+        return nn.ModuleList(model)
+    return model
 
 
 def _require_sense(

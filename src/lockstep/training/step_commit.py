@@ -8,7 +8,7 @@ from lockstep.elastic.worker_group import WorkerGroup
 from lockstep.errors import UsageError
 from lockstep.gradients.lane_engine import EngineState, LaneEngine
 from lockstep.observe.ledger import Ledger
-from lockstep.plan.samples import lane_seed
+from lockstep.plan.samples import PHASE, lane_seed
 from lockstep.training.progress import Progress
 
 
@@ -48,6 +48,13 @@ class StepCommit:
         loop = self._progress.loop
         if loop is None:
             return True
+        if loop.has_phases:
+            if loop.in_phase:
+                raise UsageError(
+                    f"{call} was called inside the loop over the lanes of step {self._progress.step}: gradients are averaged when "
+                    "that loop has ended. Move the call behind the loop over the lanes, into the loop over run.steps(...)."
+                )
+            return True
         if self._engine.state in (EngineState.LANE, EngineState.BACKWARD):
             raise UsageError(
                 f"{call} was called before backward() in step {self._progress.step}, or backward() reached no parameter of the "
@@ -60,17 +67,38 @@ class StepCommit:
     def stepped(self) -> None:
         """Commit the step. StepGate calls it after an optimizer's step, or after a GradScaler has skipped one."""
         loop = self._progress.loop
-        if loop is not None and not loop.committed:
-            assert loop.step is not None
-            loop.committed = True
-            if self._ledger is not None:
-                self._ledger.record_commit(self._progress.step, loop.generation)
-            self._progress.commit(loop.step)
-            self._journal.reset()
+        if loop is not None and not loop.committed and not loop.has_phases:
+            self.commit_phase()
+            self.commit_step()
+
+    def commit_phase(self) -> None:
+        """Every worker has the averages of the phase, or has made its step with them."""
+        loop = self._progress.loop
+        assert loop is not None
+        loop.committed, loop.in_phase = True, False
+        self._progress.commits += 1
+        self._journal.reset()
+
+    def commit_step(self) -> None:
+        """All phases of the step are committed."""
+        loop = self._progress.loop
+        assert loop is not None
+        assert loop.step is not None
+        if self._ledger is not None:
+            self._ledger.record_commit(self._progress.step, loop.generation)
+        self._progress.commit(loop.step)
 
     def seed_after_averaging(self) -> None:
         """Seed all random generators. From here to the next micro-batch all workers must draw the same numbers."""
-        seed_everything(lane_seed(self._seed, self._progress.step, self._engine.lanes))
+        self.seed_lane(self._engine.lanes)
+
+    def seed_lane(self, lane: int, phase: int | None = None) -> None:
+        """Seed all random generators for a lane of a phase, by default of the current one."""
+        step, loop = self._progress.step, self._progress.loop
+        if phase is None:
+            phase = loop.phase if loop is not None else 0
+        seed = lane_seed(self._seed, step, phase, PHASE) if phase else self._seed
+        seed_everything(lane_seed(seed, step, lane))
 
     def record_samples(self) -> None:
         """Write this worker's samples to the ledger. Called before the first gradients of the last micro-batch are sent."""

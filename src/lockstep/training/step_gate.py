@@ -29,13 +29,18 @@ class StepGate:
     """The gated objects of one run.
 
     ``may_step(call)`` says whether a call takes effect, and may raise. ``stepped()`` is called after an optimizer's step, also if a
-    GradScaler has skipped it.
+    GradScaler has skipped it. ``takes_closure()`` says whether an optimizer may call a closure, which runs backward() again.
     """
 
     def __init__(
-        self, objects: Sequence[Any], params: Sequence[Tensor], may_step: Callable[[str], bool], stepped: Callable[[], None]
+        self,
+        objects: Sequence[Any],
+        params: Sequence[Tensor],
+        may_step: Callable[[str], bool],
+        stepped: Callable[[], None],
+        takes_closure: Callable[[], bool],
     ):
-        self._may_step, self._stepped = may_step, stepped
+        self._may_step, self._stepped, self._takes_closure = may_step, stepped, takes_closure
         self._restore: list[Callable[[], None]] = []
         self._params = params
         self.objects = objects
@@ -74,6 +79,15 @@ class StepGate:
         """Require that optimizers update only the model's parameters: parameter groups may have been added."""
         _require_model(self.optimizers, self._params)
 
+    def require_no_closure(self) -> None:
+        """Require that no optimizer needs a closure."""
+        for optimizer in self.optimizers:
+            if _needs_closure(optimizer):
+                raise UsageError(
+                    f"{type(optimizer).__name__} needs a closure, which runs backward() several times per step: a loop over "
+                    "run.shard(...) cannot do that. Use the loop over run.steps(...), and loop over the lanes in the closure."
+                )
+
     def close(self) -> None:
         for restore in reversed(self._restore):
             restore()
@@ -104,10 +118,10 @@ class StepGate:
         return {k: v for k, v in call(*args, **kwargs).items() if not hasattr(v, "_lockstep_gate")}
 
     def _optimizer_step(self, target: Optimizer, call: Callable[..., Any], what: str, args: Any, kwargs: Any) -> Any:
-        if any(callable(arg) for arg in (*args, *kwargs.values())):
+        if any(callable(arg) for arg in (*args, *kwargs.values())) and not self._takes_closure():
             raise UsageError(
                 f"{what} was given a closure, which would run backward() again, once per worker. Call backward() yourself, "
-                f"then {what} without arguments."
+                f"then {what} without arguments; or use the loop over run.steps(...), in which a closure can loop over the lanes."
             )
         self._require_known_scaler(what)
         if not self._may_step(what):
@@ -156,13 +170,6 @@ def _require_sense(objects: Sequence[Any], optimizers: Sequence[Optimizer], para
     if not optimizers:
         raise UsageError("Run needs the optimizers of the model. Pass them: lockstep.Run(model, optimizer, ...).")
     _require_model(optimizers, params)
-    for optimizer in optimizers:
-        kind = type(optimizer).__name__
-        if _needs_closure(optimizer):
-            raise UsageError(
-                f"{kind} needs a closure, which runs backward() several times per step: lanes on several workers do not "
-                "support that.  Use an optimizer whose step() takes none (SGD, Adam, AdamW, ...)."
-            )
 
 
 def _require_model(optimizers: Sequence[Optimizer], params: Sequence[Tensor]) -> None:

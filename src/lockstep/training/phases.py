@@ -1,0 +1,230 @@
+"""Phases: drives the user's loop over ``run.steps(...)``: steps that consist of phases.
+
+A phase is one pass over the lanes of a step, with one set of gradients. It commits on every worker or on none:
+
+    start_phase           draws nothing from the phase before; several backwards per lane are allowed
+    start_micro_batch     sets seeds, buffers and gradients as the lane must find them
+    end_micro_batch       adds the lane's gradients to the partial sums             (gradients/lane_engine.py)
+    end_phase             averages, and waits until every worker has the averages   (docs/internals/commit_protocol.md)
+    end_step              does what is due between two steps                        (training/between_steps.py)
+
+If a worker is lost before every worker has the averages, all survivors run the phase again. Nothing of the user's code between two
+phases, or between the last phase and the end of the step, runs twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from lockstep.comm.exchange import gather_bytes
+from lockstep.comm.plain_state import from_bytes, to_bytes
+from lockstep.data.seeding import preserved_randomness, seed_everything
+from lockstep.data.source import MicroBatch
+from lockstep.data.step_loader import StepPlan, StepRestarted
+from lockstep.elastic.recovery import Recovery
+from lockstep.elastic.worker_group import WorkerGroup
+from lockstep.errors import UsageError
+from lockstep.gradients.lane_engine import EngineState, LaneEngine
+from lockstep.observe.log import LaneLog
+from lockstep.plan.samples import lane_seed
+from lockstep.training.between_steps import BetweenSteps
+from lockstep.training.consistency import Consistency
+from lockstep.training.loop import TrainingLoop
+from lockstep.training.loop_checks import require_backward_returned
+from lockstep.training.progress import CurrentLoop, Progress
+from lockstep.training.step_commit import StepCommit
+
+
+class Phases:
+    """The driver of steps (data/steps.py: ``StepsDriver``). What it has in common with loops over shards, ``loop`` does."""
+
+    def __init__(
+        self,
+        loop: TrainingLoop,
+        progress: Progress,
+        workers: WorkerGroup,
+        recovery: Recovery,
+        engine: LaneEngine,
+        commit: StepCommit,
+        consistency: Consistency,
+        between_steps: BetweenSteps,
+        log: LaneLog,
+        seed: int,
+    ) -> None:
+        self._loop, self._progress, self._workers, self._recovery, self._engine = loop, progress, workers, recovery, engine
+        self._commit, self._consistency, self._between_steps, self._log = commit, consistency, between_steps, log
+        self._seed = seed
+
+    # -- what the loader reads -----------------------------------------------------------------
+
+    @property
+    def generation(self) -> int:
+        return self._workers.generation
+
+    @property
+    def lanes_here(self) -> tuple[int, int]:
+        return self._engine.my_lanes
+
+    @property
+    def position(self) -> tuple[int, int]:
+        return self._progress.position
+
+    @property
+    def records_samples(self) -> bool:
+        return self._commit.records_samples
+
+    @property
+    def lane(self) -> int:
+        loop = self._progress.loop
+        if loop is None or not loop.in_phase or loop.lane < 0:
+            raise UsageError("step.lane was read outside the loop over the lanes of a step. Read it in the body of that loop.")
+        return loop.lane
+
+    def note_samples(self, lane: int, samples: list[int]) -> None:
+        self._commit.note_samples(lane, samples)
+
+    def skip_lane(self, lane: int) -> None:
+        """The engine finds out by itself which lanes were not run."""
+
+    def gather_counts(self, counts: Sequence[int]) -> tuple[int, ...]:
+        return self._loop.gather_counts(counts)
+
+    # -- the loop over steps -------------------------------------------------------------------
+
+    def enter_loop(self, settings: Mapping[str, Any]) -> int | None:
+        stage = self._loop.enter_loop(settings)
+        if self._progress.loop is not None:
+            self._progress.loop.has_phases = True
+        return stage
+
+    def empty_epoch(self) -> None:
+        self._loop.empty_epoch()
+
+    def start_epoch(self, order: int) -> None:
+        self._loop.start_epoch(order)
+
+    def loop_ended(self) -> None:
+        self._loop.loop_ended()
+
+    def loop_abandoned(self) -> None:
+        """The user left the loop by ``break``: the step that was under way counts if its phases are complete."""
+        loop = self._current()
+        if loop.committed and not loop.in_phase:
+            self._commit.commit_step()
+
+    def leave_loop(self) -> None:
+        self._loop.leave_loop()
+
+    def start_step(self, step: StepPlan) -> None:
+        loop = self._current()
+        self._loop.note_step(step)
+        loop.committed, loop.phase, loop.lane = False, -1, -1
+        loop.generation = self._workers.generation
+        seed_everything(lane_seed(self._seed, self._progress.step, self._engine.lanes + 1))
+
+    def end_step(self) -> None:
+        loop = self._current()
+        self._require_complete(loop)
+        if loop.phase < 0:
+            self._engine.forget_requests()  # they are those of an earlier step
+        self._commit.commit_step()
+        self._between_steps.run()
+
+    # -- one phase -----------------------------------------------------------------------------
+
+    def start_phase(self, counts: tuple[int, ...]) -> None:
+        loop = self._current()
+        step = loop.step
+        assert step is not None
+        if not loop.in_phase:  # otherwise it is repeated
+            loop.phase += 1
+        elif loop.lane >= 0 and self._engine.state is not EngineState.DISCARDED:
+            self._require_complete(loop)
+        loop.in_phase, loop.committed, loop.lane = True, False, -1
+        loop.generation = self._workers.generation
+
+        def start() -> None:
+            self._consistency.compare_trainable()
+            position = (loop.stage, step.epoch, step.index, loop.phase)
+            self._engine.start_phase(self._progress.step, counts, position, collects=True)
+
+        self._loop.or_restart_step(start)
+
+    def start_micro_batch(self, lane: int, is_last: bool) -> None:
+        loop = self._current()
+        loop.lane, loop.is_last = lane, is_last
+        self._engine.start_lane(lane, is_last)
+        self._commit.seed_lane(lane)
+
+    def end_micro_batch(self) -> None:
+        loop = self._current()
+        require_backward_returned(loop, self._progress.step, self._engine.state)
+        self._engine.end_lane()
+        self._restart_if_discarded()
+        self._log.weigh(self._engine.weight_of(loop.lane))
+
+    def end_phase(self) -> None:
+        self._engine.average()
+        self._restart_if_discarded()
+        self._engine.confirm()
+        self._restart_if_discarded()
+        self._commit.commit_phase()
+
+    def phase_abandoned(self) -> None:
+        """Reported by the next call: this one runs while an exception or a ``break`` ends the loop over the lanes."""
+
+    def _restart_if_discarded(self) -> None:
+        if self._engine.state is EngineState.DISCARDED:
+            self._log.discard_step(self._progress.step + 1, self._current().phase)
+            raise StepRestarted
+
+    def _require_complete(self, loop: CurrentLoop) -> None:
+        if loop.in_phase:
+            raise UsageError(
+                f"the loop over the lanes of step {self._progress.step} was left before its end: its gradients are not averaged, "
+                "and how many lanes are missing depends on the number of workers. Let the loop run to its end: no `break`, and "
+                "`for batch in step:` instead of next(iter(step))."
+            )
+
+    def _current(self) -> CurrentLoop:
+        assert self._progress.loop is not None
+        return self._progress.loop
+
+    # -- values of all lanes -------------------------------------------------------------------
+
+    def means(self) -> dict[str, float]:
+        self._loop.require_collective("step.means", "")
+        step, phase = self._progress.step + 1, self._current().phase
+        return self._recovery.together(lambda: self._log.means(self._workers.comm, step, phase))
+
+    def gather_lanes(self, fn: Callable[[Any], Any], micro_batches: Callable[[], Iterator[MicroBatch]]) -> list[Any]:
+        self._loop.require_collective("step.gather(...)", "")
+        phase = self._current().phase + 1  # the next phase draws the same random numbers
+
+        def collect() -> dict[int, Any]:
+            mine = {}
+            with preserved_randomness(), self._engine.untouched_buffers(), torch.no_grad(), self._loop.raising_peer_errors():
+                for micro_batch in micro_batches():
+                    if micro_batch.count:
+                        self._commit.seed_lane(micro_batch.lane, phase)
+                        mine[micro_batch.lane] = fn(micro_batch.batch)
+            skeleton, content = to_bytes(mine, "what step.gather collects")
+            skeletons = gather_bytes(self._workers.comm, skeleton.encode(), "the outline of what step.gather collects")
+            contents = gather_bytes(self._workers.comm, content, "what step.gather collects")
+            found = [from_bytes(text.decode(), each) for text, each in zip(skeletons, contents, strict=True)]
+            return {lane: value for lanes in found for lane, value in lanes.items()}
+
+        found = self._recovery.together(collect)
+        return [_move(found[lane], self._engine.params[0].device) for lane in sorted(found)]
+
+
+def _move(value: Any, device: torch.device) -> Any:
+    """Move the tensors in plain data to a device."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {key: _move(each, device) for key, each in value.items()}
+    return type(value)(_move(each, device) for each in value) if isinstance(value, (list, tuple)) else value
