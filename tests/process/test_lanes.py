@@ -144,3 +144,25 @@ def test_the_example_differs_from_its_twin_by_three_lines_and_gives_the_same_wei
             assert all(torch.equal(a, b) for a, b in zip(eight_lanes, replica, strict=True))
     for a, b in zip(eight_lanes, twin, strict=True):  # lanes add in another order than one batch does
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+
+
+def growing(rank: int, size: int) -> str:
+    """A second loss begins in step 3, on the lanes whose first label is even only."""
+    torch.manual_seed(1)
+    model = MLP()
+    opt = sgd(model)
+    run = lockstep.Run(model, opt, lanes=LANES, seed=3, bucket_mb=0.0005)
+    for step in run.steps(dataset(), global_batch=BATCH, shuffle=True, epochs=2):
+        for x, y in step:
+            F.cross_entropy(model(x), y).backward()
+            if run.step >= 3 and int(y[0]) % 2 == 0:
+                model(x).square().mean().backward()
+        opt.step()
+    result = digest(*flatten({"model": model.state_dict(), "opt": opt.state_dict()}, "state")).hex()
+    run.close()
+    return result
+
+
+def test_a_number_of_backwards_that_grows_and_varies_gives_the_same_bits() -> None:
+    (alone,) = run_workers(growing, 1)
+    assert set(run_workers(growing, 3)) == {alone}

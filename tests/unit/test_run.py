@@ -364,8 +364,8 @@ def test_arguments_that_make_no_sense_are_told(arguments: dict[str, Any], words:
 def test_what_run_cannot_take_is_told() -> None:
     model = build("mlp")
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(UsageError, match="needs a closure"):
-        lockstep.Run(model, torch.optim.LBFGS(model.parameters()))
+    with pytest.raises(UsageError, match="does not belong to the model"):
+        lockstep.Run(model, torch.optim.LBFGS(nn.Linear(2, 2).parameters()))
     with pytest.raises(UsageError, match="does not belong to the model"):
         lockstep.Run(model, torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))
     with pytest.raises(UsageError, match="Run needs the optimizers"):
