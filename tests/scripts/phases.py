@@ -27,12 +27,8 @@ place = ""
 
 
 def die_in(gap: str) -> None:
-    if (
-        worker == "1"
-        and os.environ.get("PHASES_DIE_IN") == f"{gap} {place}"
-        and run.step == KILLED_IN
-        and not Path("died").exists()
-    ):
+    is_here = run.step == KILLED_IN and os.environ.get("PHASES_DIE_IN") == f"{gap} {place}"
+    if worker == "1" and is_here and not Path("died").exists():
         Path("died").touch()
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -63,17 +59,9 @@ data = TensorDataset(torch.randn(51, 6))
 generator = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 6))
 critic = nn.Sequential(nn.Linear(6, 16), nn.LeakyReLU(), nn.Linear(16, 1))
 opt_g, opt_c = torch.optim.Adam(generator.parameters(), 1e-2), torch.optim.Adam(critic.parameters(), 1e-2)
-run = lockstep.Run(
-    *({"generator": generator, "critic": critic}, opt_g, opt_c),
-    **{
-        "lanes": 5,
-        "seed": 3,
-        "every": "3 steps",
-        "verify_every": 2,
-        "log_every": 4,
-        "checkpoint": os.environ.get("PHASES_CHECKPOINT"),
-    },
-)
+checkpoint = os.environ.get("PHASES_CHECKPOINT")
+models = {"generator": generator, "critic": critic}
+run = lockstep.Run(models, opt_g, opt_c, lanes=5, seed=3, checkpoint=checkpoint, every="3 steps", verify_every=2, log_every=4)
 average = Average(generator)
 run.register("average", average)
 before(run._engine._reducer, "_launch_buckets", "bucket")

@@ -98,25 +98,28 @@ def test_lbfgs_with_a_closure_over_the_lanes_trains_as_in_the_plain_loop() -> No
 
         opt.step(closure)
     for lanes in (1, 4):
-        model = build("mlp")
-        ours = optimizer(model)
-        run = lockstep.Run(model, ours, lanes=lanes)
-        for step in run.steps(data(32), global_batch=16):
-
-            def over_lanes(step: Any = step) -> float:
-                for batch in step:
-                    run.log(loss=backward(model, batch))
-                return step.means["loss"]
-
-            ours.step(over_lanes)
-        run.close()
+        model = by_lbfgs(lanes, optimizer)
         for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
-    run = lockstep.Run(model, ours)
+
+
+def by_lbfgs(lanes: int, optimizer: Any) -> nn.Module:
+    model = build("mlp")
+    opt = optimizer(model)
+    run = lockstep.Run(model, opt, lanes=lanes)
+    for step in run.steps(data(32), global_batch=16):
+
+        def closure(step: Any = step) -> float:
+            for batch in step:
+                run.log(loss=backward(model, batch))
+            return float(step.means["loss"])
+
+        opt.step(closure)
     with pytest.raises(UsageError, match=r"LBFGS needs a closure.*run\.steps"):
         for batch in run.shard(data(32), global_batch=16):
             backward(model, batch)
     run.close()
+    return model
 
 
 def test_a_break_after_some_steps_keeps_them() -> None:
