@@ -541,3 +541,14 @@ def test_a_worker_that_was_to_leave_after_scaling_down_stays_if_another_dies() -
     state, actions = play(state, Died(0, "SIGKILL"), Ready(1, 0), Ready(2, 0))
     assert not [action for action in actions if isinstance(action, (Spawn, Stop))]
     assert Form(1, (1,)) in actions
+
+
+def test_members_that_are_asked_to_leave_during_a_recovery_are_not_dismissed_before_they_can_save() -> None:
+    """They hold the state. If all of them were dismissed one by one, the run would end as if it had finished."""
+    state, _ = play(
+        running(3, Policy(respawn=False)), PeersLost(0, 0, (2,), hung=True, why="rank 2 is silent"), Ready(0, 0), Ready(1, 0)
+    )
+    state, actions = play(state, LeaveRequested(0), LeaveRequested(1))
+    assert actions == []
+    _, actions = play(state, Died(2, "SIGKILL"))
+    assert actions[-2:] == [Form(1, (0, 1)), Stop((0, 1))]

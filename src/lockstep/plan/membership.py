@@ -129,7 +129,7 @@ def _on_peers_lost(state: State, event: PeersLost, now: float) -> Decision:
 
 def _on_leave_request(state: State, event: LeaveRequested, now: float) -> Decision:
     state = state.update(event.worker, leaving=True)
-    if state.generation >= 0 and state.worker(event.worker).status is not Status.MEMBER:
+    if state.generation >= 0 and event.worker not in state.members:
         return state, (Dismiss(event.worker, "it was asked to leave"),), f"worker {event.worker} leaves before it joined"
     return settle(state, f"worker {event.worker} wants to leave")
 
