@@ -293,6 +293,16 @@ def test_respawns_that_are_used_up_are_reported_at_once_and_at_the_end(launch: C
     assert run.stderr().splitlines()[-1] == "lockstep: worker 2 was not replaced: --max-respawns allows 1 replacement in 5 minutes"
 
 
+def test_recoveries_without_progress_end_the_run_and_say_what_each_worker_reported(launch: Callable[..., LaunchedRun]) -> None:
+    """Each attempt of the evaluation fails on worker 1 as if it had lost the others, and all begin again."""
+    lose = "def lose(batch):\n    if worker == 1: raise lockstep.PeerError('no route to rank 0')\n    return {}\n"
+    run = launch(script(at_end=f"{lose}run.evaluate(lose, data, global_batch=4)", epochs=2).replace("run.close()\n", ""), "-n", "2")
+    assert run.wait() == 1, run.stderr()
+    assert len(run.generations()) == 5  # steps were committed in the first
+    assert "generations 1 to 4 ended without a committed step, and nobody died, joined or left" in run.stderr()
+    assert re.search(r"worker 1 \(pid \d+\): no route to rank 0", run.stderr())
+
+
 # -- newcomers ----------------------------------------------------------------------------------
 
 
