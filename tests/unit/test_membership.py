@@ -187,6 +187,17 @@ def test_the_run_succeeds_when_the_script_has_finished_on_every_worker() -> None
     assert actions[-1] == End(0, "all workers have finished")
 
 
+def test_a_worker_that_dies_behind_the_last_loop_is_named_whether_others_exit_before_or_after_it() -> None:
+    finished = ScriptFinished(0), Died(0, "exit code 0", exited=True)
+    killed = Died(1, "SIGKILL")
+    for order in ((*finished, killed), (finished[0], killed, finished[1]), (killed, *finished)):
+        _, actions = play(running(2, Policy(respawn=False)), *order)
+        end = actions[-1]
+        assert isinstance(end, End)
+        assert end.code == 1
+        assert "worker 1 died (SIGKILL) before the end of the script" in end.why
+
+
 def test_a_worker_that_joins_after_the_script_has_finished_elsewhere_is_dismissed() -> None:
     state, _ = play(running(2), Died(1, "SIGKILL"), Ready(0, 0), ScriptFinished(0))
     _, actions = play(state, JoinRequested(2))

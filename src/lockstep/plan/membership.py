@@ -220,11 +220,11 @@ def _keep_one(state: State) -> State:
 
 def _end_with_last(state: State, *, is_finished: bool, why: str) -> Decision:
     """The last worker is gone. The run has succeeded if its script had ended there, and nothing was left undone on others."""
-    if not is_finished:
-        return end(state, 1, f"no worker is left: {why}")
-    if state.unfinished:
+    if state.unfinished and state.finishing:
         undone = f"{', '.join(state.unfinished)} before the end of the script, and no step was left that others could repeat"
         return end(state, 1, f"{undone}. What the script does there behind its last loop was not completed")
+    if not is_finished:
+        return end(state, 1, f"no worker is left: {why}")
     return end(state, 0, "all workers have finished")
 
 
