@@ -5,7 +5,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-CORES := $(shell nproc 2>/dev/null || sysctl -n hw.ncpu)
+# Without OMP_NUM_THREADS, because nproc would print that number instead of the number of cores.
+CORES := $(shell env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc 2>/dev/null || sysctl -n hw.ncpu)
 INSTALLED := $(VENV)/.installed
 # More than two tests at a time would disturb the tests that measure time.
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal

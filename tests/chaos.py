@@ -294,7 +294,8 @@ class Chaos:
                 return True
         members = run.generations()[-1] if run.generations() else []
         hung = {action["Kill"]["worker"] for entry in run.events() for action in entry["actions"] if "Kill" in action}
-        all_struck = set(members) <= self._struck | hung
+        dismissed = {action["Dismiss"]["worker"] for entry in run.events() for action in entry["actions"] if "Dismiss" in action}
+        all_struck = set(members) <= self._struck | hung | dismissed
         allowed = {"SIGTERM agent": {0, 143}, "kill agent": {-9}, "kill all": {137}, "SIGTERM all": {0, 143}}.get(last, set())
         assert code in allowed or (all_struck and code != 0), f"exit code {code} without a result: {why}"
         assert code != 0 or self._schedule.variant.checkpoints, f"exit code 0, but nothing is finished or saved: {why}"

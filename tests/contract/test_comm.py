@@ -167,6 +167,22 @@ def test_a_wait_ends_after_the_timeout_and_names_the_missing_rank(kind: str) -> 
         assert took_s < 3.5
 
 
+def waits_longer(comm: Comm) -> float:
+    comm.barrier("the start")
+    if comm.rank == comm.size - 1:
+        time.sleep(1.3)
+    else:
+        comm.postpone_timeouts(time.monotonic() + 1.0)
+    tensor = torch.ones(3)
+    comm.reduce(tensor, "sum", "a late sum").wait(1.0)
+    return float(tensor[0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_timeout_that_is_postponed_begins_anew(kind: str) -> None:
+    assert over(kind, 3, waits_longer) == [3.0, 3.0, 3.0]
+
+
 def aborts(comm: Comm) -> list[float]:
     """Several waits are pending; on every rank another thread aborts, as it does when the agent says so.
 

@@ -7,6 +7,7 @@ import inspect
 import re
 import textwrap
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -97,7 +98,8 @@ def code_of(docstring: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", [name for name, value in public() if re.search(r">>>|::\n\n", value.__doc__ or "")])
-def test_the_examples_of_docstrings_run(name: str) -> None:
+def test_the_examples_of_docstrings_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # examples may write files
     text, names = inspect.getdoc(dict(public())[name]) or "", names_of_examples()
     if name.startswith("Run."):
         names["run"] = lockstep.Run(names["model"], names["opt"], names["sched"], lanes=8)

@@ -11,11 +11,14 @@ from lockstep.training import determinism
 
 
 @pytest.fixture(autouse=True)
-def _no_run_of_another_test_is_open() -> None:
-    """A Run that an earlier test has left open (it raised on purpose) would keep its process-wide settings."""
-    if determinism._open:
+def _no_run_is_left_open() -> Iterator[None]:
+    """A Run that a test leaves open would keep its process-wide settings, and other tests would run with them."""
+    yield
+    left = determinism._open
+    if left:
         determinism._open = 0
         determinism._restore()
+    assert left == 0, f"the test leaves {left} of its Runs open. Close each with run.close()"
 
 
 @pytest.fixture

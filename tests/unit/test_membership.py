@@ -11,6 +11,8 @@ from lockstep.plan.membership import begin, decide
 from lockstep.plan.membership_events import (
     Abort,
     Action,
+    AloneBegan,
+    AloneEnded,
     Change,
     Committed,
     Died,
@@ -22,6 +24,7 @@ from lockstep.plan.membership_events import (
     Kill,
     LeaveRequested,
     PeersLost,
+    PostponeTimeouts,
     Prepare,
     Ready,
     Report,
@@ -184,6 +187,17 @@ def test_the_run_succeeds_when_the_script_has_finished_on_every_worker() -> None
     assert actions[-1] == End(0, "all workers have finished")
 
 
+def test_a_worker_that_dies_behind_the_last_loop_is_named_whether_others_exit_before_or_after_it() -> None:
+    finished = ScriptFinished(0), Died(0, "exit code 0", exited=True)
+    killed = Died(1, "SIGKILL")
+    for order in ((*finished, killed), (finished[0], killed, finished[1]), (killed, *finished)):
+        _, actions = play(running(2, Policy(respawn=False)), *order)
+        end = actions[-1]
+        assert isinstance(end, End)
+        assert end.code == 1
+        assert "worker 1 died (SIGKILL) before the end of the script" in end.why
+
+
 def test_a_worker_that_joins_after_the_script_has_finished_elsewhere_is_dismissed() -> None:
     state, _ = play(running(2), Died(1, "SIGKILL"), Ready(0, 0), ScriptFinished(0))
     _, actions = play(state, JoinRequested(2))
@@ -218,6 +232,38 @@ def test_people_are_told_who_joined_left_or_died_and_how_many_workers_there_are(
     assert reports(joined, *both) == ["worker 0 (pid 100) left, worker 4 joined; 3 workers, generation 3"]
 
 
+def test_a_worker_that_has_announced_its_work_is_not_killed_before_its_limit() -> None:
+    state, actions = play(running(3), AloneBegan(0, "saving", 50.0), now=10.0)
+    assert actions == [PostponeTimeouts((1, 2), 0, 50.0)]
+    state, actions = play(state, PeersLost(1, 0, (0,), hung=True, why="rank 0 is late"), now=59.0)
+    assert actions == [Abort((0, 1, 2), 0, "worker 1 lost its peers: rank 0 is late")]
+    state, actions = play(state, Ready(1, 0), Ready(2, 0), now=59.0)
+    assert play(state, Tick(), now=89.0)[1] == []
+    (kill,) = play(state, Tick(), now=91.0)[1]
+    assert isinstance(kill, Kill)
+    assert "in run.alone('saving') for longer than its limit_s=50" in kill.why
+    state, actions = play(state, AloneEnded(0), now=60.0)
+    assert actions == [PostponeTimeouts((1, 2), 0, 0.0)]
+    assert play(state, Tick(), now=89.0)[1] == []  # the hang timeout begins anew
+    (kill,) = play(state, Tick(), now=91.0)[1]
+    assert isinstance(kill, Kill)
+    assert kill.why.endswith("--hang-timeout raises the limit, and `with run.alone(...):` announces long work of one worker")
+
+
+def test_behind_the_last_loop_nobody_is_killed_while_a_worker_has_announced_its_work() -> None:
+    state, _ = play(running(3), AloneBegan(0, "saving", 500.0), ScriptFinished(1))
+    idle = Tick(tuple((id, 400.0) for id in range(3)))  # worker 2 may wait for worker 0
+    assert play(state, idle, now=400.0)[1] == []
+    state, _ = play(state, AloneEnded(0), now=400.0)
+    assert play(state, idle, now=430.0)[1] == []
+    assert len(play(state, idle, now=440.0)[1]) == 1
+
+
+def test_what_a_newcomer_announces_concerns_nobody() -> None:
+    state, _ = play(running(2), Died(1, "SIGKILL"), JoinRequested(2))
+    assert play(state, AloneBegan(2, "loading", 50.0))[1] == []
+
+
 def test_people_are_told_of_hung_workers_lost_connections_and_exhausted_respawns() -> None:
     hung = PeersLost(0, 0, (1,), hung=True, why="rank 1 is late")
     assert (
@@ -228,7 +274,7 @@ def test_people_are_told_of_hung_workers_lost_connections_and_exhausted_respawns
     assert reports(running(2), lost, Ready(0, 0), Ready(1, 0)) == [
         "worker 0 lost its peers: connection reset; 2 workers continue, generation 1"
     ]
-    limit = "worker 1 is not replaced: --max-respawns allows 0 replacements in 5 minutes"
+    limit = "worker 1 is not replaced: --max-respawns allows 0 replacements in 5 minutes; 1 worker continues"
     assert reports(running(2, Policy(max_respawns=0)), Died(1, "SIGKILL")) == [limit]
 
 
@@ -414,7 +460,8 @@ def test_a_member_that_does_not_leave_while_others_have_left_is_killed_though_no
     assert action.worker == 1
     assert action.why == (
         "it did not leave generation 0 within 5 s, while 2 of 3 members waited for the next one; "
-        "it was in generation 0 after 7 committed steps. --hang-timeout raises the limit"
+        "it was in generation 0 after 7 committed steps. --hang-timeout raises the limit, and `with run.alone(...):` announces "
+        "long work of one worker"
     )
     assert decide(state, Tick(), 120.0)[1] == ()  # killed once
     _, actions = play(state, Died(1, "SIGKILL"), now=107.0)
@@ -480,7 +527,7 @@ def test_replacements_that_never_reach_a_commit_are_bounded_by_number() -> None:
         state, _ = play(state, Ready(0, state.generation, spawned), Committed(0, spawned + 1), JoinRequested(worker), now=now)
     assert spawned == 3
     limit = "3 replacements in a row died before they took part in a step (--max-respawns)"
-    assert Report(f"worker 4 is not replaced: {limit}") in actions
+    assert Report(f"worker 4 is not replaced: {limit}; 1 worker continues") in actions
 
 
 def test_a_replacement_that_took_part_in_a_step_counts_as_a_success() -> None:
@@ -530,7 +577,7 @@ def test_the_same_error_at_the_same_place_ends_the_run_at_whatever_steps() -> No
 def test_workers_that_were_not_replaced_are_named_at_the_end() -> None:
     state, _ = play(running(2, Policy(max_respawns=0)), Died(1, "SIGKILL"), Ready(0, 0), ScriptFinished(0))
     _, actions = play(state, Died(0, "exit code 0", exited=True))
-    note = "worker 1 is not replaced: --max-respawns allows 0 replacements in 5 minutes"
+    note = "worker 1 was not replaced: --max-respawns allows 0 replacements in 5 minutes"
     assert actions == [End(0, "all workers have finished", (note,))]
 
 

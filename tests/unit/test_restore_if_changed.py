@@ -160,7 +160,9 @@ def test_each_worker_decides_alone(saved: str, tmp_path: Path) -> None:
         if comm.rank == 1:
             change_weights(script)
             step_scheduler(script)
-        return script.checkpoints.restore_if_changed(), script.state()
+        result = script.checkpoints.restore_if_changed(), script.state()
+        script.run.close()
+        return result
 
     assert on_threads(2, body) == [(False, saved), (True, saved)]
 

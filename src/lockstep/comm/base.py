@@ -87,6 +87,12 @@ class Comm(Protocol):
     def abort(self, reason: str) -> None:
         """End every pending wait with a ``PeerError(reason)``. Any thread may call it."""
 
+    def postpone_timeouts(self, until: float) -> None:
+        """Let no wait time out before ``until`` (time.monotonic). Then its timeout begins anew. Any thread may call it.
+
+        A later call may lower ``until``. Other failures (a dead rank, ``abort``) end waits as always.
+        """
+
     def close(self) -> None: ...
 
 

@@ -7,6 +7,7 @@ the other ranks get the ``PeerError`` that a real death would give them.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from dataclasses import dataclass, field
@@ -63,7 +64,7 @@ class LoopbackGroup:
 
     def __init__(self, size: int, timeout_s: float) -> None:
         self.size = size
-        self.timeout_s = timeout_s
+        self.timeout_s, self.postponed_until = timeout_s, -math.inf
         self.changed = threading.Condition()
         self.collectives: dict[int, _Collective] = {}
         self.error: PeerError | UsageError | None = None
@@ -111,7 +112,11 @@ class _LoopbackPending:
         limit_s = self._group.timeout_s if timeout_s is None else timeout_s
         started = time.monotonic()
         with self._group.changed:
-            self._group.changed.wait_for(lambda: self._collective.done or self._group.error, limit_s)
+            while not self._collective.done and self._group.error is None:
+                left_s = max(started, self._group.postponed_until) + limit_s - time.monotonic()
+                if left_s <= 0:
+                    break
+                self._group.changed.wait(left_s)
             if self._collective.done:
                 return
             if self._group.error is None:
@@ -179,6 +184,11 @@ class Loopback:
 
     def abort(self, reason: str) -> None:
         self.group.fail_with(PeerError(reason))
+
+    def postpone_timeouts(self, until: float) -> None:
+        with self.group.changed:
+            self.group.postponed_until = until
+            self.group.changed.notify_all()
 
     def close(self) -> None:
         self._closed = True

@@ -21,6 +21,7 @@ While training goes well this costs one request to the store per poll. Knows not
 from __future__ import annotations
 
 import json
+import math
 import os
 import select
 import sys
@@ -63,6 +64,8 @@ class PeerHealth:
     ) -> None:
         self.error: PeerError | UsageError | None = None
         """Why the comm failed; ``None`` while it works."""
+        self.postponed_until = -math.inf
+        """No wait times out before this time of the monotonic clock."""
         self.count = 0
         """How many operations this rank has issued."""
         self._rank, self._size, self._place = rank, size, place
@@ -96,6 +99,10 @@ class PeerHealth:
     def raise_if_failed(self) -> None:
         if self.error is not None:
             raise again(self.error)
+
+    def time_left_s(self, began: float, limit_s: float) -> float:
+        """How long a wait that ``began`` then may still take, if its timeout is ``limit_s``."""
+        return max(began, self.postponed_until) + limit_s - time.monotonic()
 
     def compare_calls(self, number: int, waited_s: float) -> None:
         """Called every now and then during a wait for operation ``number``. If other ranks are in another call, the comm fails.

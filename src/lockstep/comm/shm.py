@@ -190,6 +190,9 @@ class Shm:
     def abort(self, reason: str) -> None:
         self.health.fail(PeerError(reason))
 
+    def postpone_timeouts(self, until: float) -> None:
+        self.health.postponed_until = until
+
     def close(self) -> None:
         self._finalizer()
 
@@ -293,15 +296,15 @@ class Shm:
             self.health.raise_if_failed()
             if now - checked_at > 0.005:
                 checked_at = now
-                self._check_peers(operation, now - began, limit_s)
+                self._check_peers(operation, now - began, self.health.time_left_s(began, limit_s))
 
-    def _check_peers(self, operation: Operation, waited_s: float, limit_s: float) -> None:
+    def _check_peers(self, operation: Operation, waited_s: float, left_s: float) -> None:
         """Raise ``PeerError`` if another worker aborted or died, or if the timeout has passed; compare calls in a long wait."""
         cause = "another worker aborted" if max(self._channel.aborted.read()) else ""
         dead = [] if cause else self._processes.dead()
         if dead:
             cause = f"the process of {name_ranks(dead)} has ended"
-        if cause or waited_s > limit_s:
+        if cause or left_s < 0:
             raise self.health.explain(operation.number, operation.what, waited_s, cause)
         self.health.compare_calls(operation.number, waited_s)
 

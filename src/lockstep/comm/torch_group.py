@@ -169,6 +169,9 @@ class TorchGroup:
         """End every pending wait of this rank, and of all ranks through the closed connections."""
         self.health.fail(PeerError(reason))
 
+    def postpone_timeouts(self, until: float) -> None:
+        self.health.postponed_until = until
+
     def close(self) -> None:
         self._finalizer()
 
@@ -228,12 +231,12 @@ class TorchGroup:
             if operation.done():
                 return
             self.health.raise_if_failed()
-            waited_s = time.monotonic() - started
-            if waited_s >= limit_s:
+            waited_s, left_s = time.monotonic() - started, self.health.time_left_s(started, limit_s)
+            if left_s <= 0:
                 raise self.health.explain(operation.number, operation.what, waited_s)
             self.health.compare_calls(operation.number, waited_s)
             try:
-                self._next_work(operation).wait(slice_of_wait(limit_s - waited_s, len(self._in_flight) > 1))
+                self._next_work(operation).wait(slice_of_wait(left_s, len(self._in_flight) > 1))
             except RuntimeError:
                 continue  # the slice is over, or the work failed: then the operation raises its error
 
@@ -268,7 +271,7 @@ class TorchGroup:
     def _check_cuda(self) -> None:
         """Called by the thread of ``PeerHealth``: a CUDA wait does not block the host, so it cannot time out itself."""
         oldest = self._drop_completed()
-        if oldest is not None and oldest.waited_s() > self.timeout_s:
+        if oldest is not None and oldest.is_overdue(self.timeout_s):
             self.health.explain(oldest.number, oldest.what, oldest.waited_s())
         elif oldest is not None:
             self.health.compare_calls(oldest.number, oldest.waited_s())

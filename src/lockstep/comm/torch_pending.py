@@ -32,7 +32,7 @@ class GlooPending:
         while True:
             busy = self._driver.advance()
             try:
-                self._work.wait(slice_of_wait(limit_s - (time.monotonic() - started), busy))
+                self._work.wait(slice_of_wait(self._driver.health.time_left_s(started, limit_s), busy))
                 return
             except RuntimeError:
                 waited_s = time.monotonic() - started
@@ -41,7 +41,7 @@ class GlooPending:
                     if error is None:
                         return  # the work completed just after its slice of the wait
                     raise self._driver.health.explain(self._number, self._what, waited_s, error) from error
-                if waited_s >= limit_s:
+                if self._driver.health.time_left_s(started, limit_s) <= 0:
                     raise self._driver.health.explain(self._number, self._what, waited_s) from None
                 self._driver.health.compare_calls(self._number, waited_s)
 
@@ -66,6 +66,9 @@ class CudaPending:
 
     def waited_s(self) -> float:
         return 0.0 if self._waiting_since is None else time.monotonic() - self._waiting_since
+
+    def is_overdue(self, timeout_s: float) -> bool:
+        return self._waiting_since is not None and self._health.time_left_s(self._waiting_since, timeout_s) < 0
 
     def done(self) -> bool:
         return bool(self._work.is_completed())

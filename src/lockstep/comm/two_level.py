@@ -210,6 +210,9 @@ class TwoLevel:
     def abort(self, reason: str) -> None:
         self._local.abort(reason)
 
+    def postpone_timeouts(self, until: float) -> None:
+        self._local.postpone_timeouts(until)
+
     def close(self) -> None:
         self._finalizer()
 

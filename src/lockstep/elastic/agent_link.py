@@ -7,10 +7,13 @@ break waits of the main thread at once. AgentLink knows nothing of models, steps
 from __future__ import annotations
 
 import json
+import math
 import queue
 import signal
 import socket
 import threading
+import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -101,7 +104,7 @@ class AgentLink:
         self._newest: Generation | None = None
         self._current: Generation | None = None
         self._comm: Comm | None = None
-        self._generations: list[Generation] = []  # C++ does not keep their stores alive, and an old comm may still use one
+        self._alone_until: dict[int, float] = {}  # members that have announced work -> time.monotonic
         self._parts: list[str] = []
         self.run_size = 0
         """How many members the run has: for a newcomer, when it asked to join; for a member, in its newest generation."""
@@ -193,6 +196,14 @@ class AgentLink:
         blamed = [current.members[rank] for rank in error.ranks if rank < current.size]
         self.send(type="lost", generation=current.number, blamed=blamed, hung=error.hung, why=str(error)[:500])
 
+    def begin_alone(self, what: str, limit_s: float) -> None:
+        """Announce work of this worker alone. For ``limit_s`` the others wait for it, and the agent does not take it for hung."""
+        self.send(type="alone", what=what, limit_s=limit_s)
+
+    def end_alone(self) -> None:
+        """The announced work is done: the timeout of the others begins anew."""
+        self.send(type="alone ended")
+
     def request_leave(self) -> None:
         """Tell the agent that this worker wants to leave after the current step."""
         self.send(type="leaving")
@@ -213,6 +224,8 @@ class AgentLink:
         while True:
             try:
                 self._comm = comm = self._open_comm(generation)
+                weakref.finalize(comm, generation.store.abort, "its comm is closed")  # C++ does not keep the store alive
+                self._postpone_timeouts()
                 if generation.broken.is_set():  # the abort may have come before there was a comm to abort
                     comm.abort(f"generation {generation.number} has lost a member")
                 return comm
@@ -287,6 +300,9 @@ class AgentLink:
                 newest.store.abort(packet["why"])
                 if self._comm is not None and self._current is newest:
                     self._comm.abort(packet["why"])
+            case "alone":
+                self._alone_until[packet["worker"]] = time.monotonic() + packet["for_s"]
+                self._postpone_timeouts()
             case "change":
                 self.wants_change = True
             case "stop":
@@ -306,8 +322,13 @@ class AgentLink:
         self.wants_change = False
         store = AgentStore(self.send, number, self._options.timeout_s)
         self._newest = Generation(number, members, members.index(self._endpoint.worker), store)
-        self._generations.append(self._newest)
+        self._alone_until = {id: until for id, until in self._alone_until.items() if id in members}
         self._answers.put(self._newest)
+
+    def _postpone_timeouts(self) -> None:
+        """Let no wait time out while another member works alone."""
+        if self._comm is not None:
+            self._comm.postpone_timeouts(max(list(self._alone_until.values()), default=-math.inf))
 
     def _on_part(self, packet: dict[str, Any]) -> None:
         if packet["part"] == 0:

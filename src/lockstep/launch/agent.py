@@ -276,6 +276,8 @@ class Agent:
                     self._send(action.workers, {"type": "abort", "generation": action.generation, "why": action.why})
                 case events.Change():
                     self._send(action.workers, {"type": "change", "generation": action.generation})
+                case events.PostponeTimeouts():
+                    self._send(action.workers, {"type": "alone", "worker": action.alone, "for_s": action.for_s})
                 case events.Stop():
                     self._send(action.workers, {"type": "stop"})
                 case events.Spawn():

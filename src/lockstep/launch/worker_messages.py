@@ -5,10 +5,13 @@ A script may write anything to the socket of its worker. A packet that makes no 
 
 from __future__ import annotations
 
+import math
+
 from lockstep.launch.console import Progress
 from lockstep.launch.packets import Packet
 from lockstep.plan import membership_events as events
 
+_MAX_CHARS = 200
 _MALFORMED = (AttributeError, KeyError, TypeError, ValueError, OverflowError, RecursionError)
 
 
@@ -25,6 +28,11 @@ def event_of(worker: int, pid: int | None, packet: Packet) -> events.Event | Non
             case "lost":
                 blamed = tuple(int(id) for id in packet["blamed"])
                 return events.PeersLost(worker, int(packet["generation"]), blamed, bool(packet["hung"]), str(packet["why"]))
+            case "alone":
+                limit_s = float(packet["limit_s"])
+                return events.AloneBegan(worker, str(packet["what"])[:_MAX_CHARS], limit_s) if 0 < limit_s < math.inf else None
+            case "alone ended":
+                return events.AloneEnded(worker)
             case "leaving":
                 return events.LeaveRequested(worker)
             case "failed":

@@ -30,6 +30,8 @@ from typing import Any
 
 from lockstep.plan.membership_events import (
     Action,
+    AloneBegan,
+    AloneEnded,
     Committed,
     Died,
     Dismiss,
@@ -37,6 +39,7 @@ from lockstep.plan.membership_events import (
     JoinRequested,
     LeaveRequested,
     PeersLost,
+    PostponeTimeouts,
     Prepare,
     Ready,
     ScaleRequested,
@@ -120,11 +123,26 @@ def _on_peers_lost(state: State, event: PeersLost, now: float) -> Decision:
     if event.generation != state.generation or event.worker not in state.members:
         return state, (), f"worker {event.worker} lost peers of generation {event.generation}, which is over"
     blamed = [id for id in event.blamed if event.hung and id in state.members and id != event.worker]
-    stuck = [id for id in blamed if state.worker(id).status is Status.MEMBER]
+    stuck = [id for id in blamed if state.worker(id).status is Status.MEMBER and not _has_announced(state, id, now)]
     state = state.update(event.worker, lost_because=event.why)
     state, kills = kill(state, stuck, f"worker {event.worker} waited for it: {event.why.rstrip('.')}")
     state, aborts = break_generation(state, f"worker {event.worker} lost its peers: {event.why}", now)
     return state, (*kills, *aborts), event.why
+
+
+def _has_announced(state: State, id: int, now: float) -> bool:
+    """Whether the worker works alone, or has done so until less than a hang timeout ago: then nobody has waited a whole timeout."""
+    return now - state.worker(id).alone_until < state.policy.hang_timeout_s
+
+
+def _on_alone(state: State, event: AloneBegan | AloneEnded, now: float) -> Decision:
+    what, limit_s = (event.what, event.limit_s) if isinstance(event, AloneBegan) else ("", 0.0)
+    why = f"worker {event.worker} works alone: {what}" if what else f"worker {event.worker} does not work alone any more"
+    if event.worker not in state.members:
+        return state, (), why  # nobody waits for a newcomer
+    state = state.update(event.worker, alone=what, alone_limit_s=limit_s, alone_until=now + limit_s)
+    others = tuple(id for id in state.members if id != event.worker)
+    return state, (PostponeTimeouts(others, event.worker, limit_s),) if others else (), why
 
 
 def _on_leave_request(state: State, event: LeaveRequested, now: float) -> Decision:
@@ -202,11 +220,11 @@ def _keep_one(state: State) -> State:
 
 def _end_with_last(state: State, *, is_finished: bool, why: str) -> Decision:
     """The last worker is gone. The run has succeeded if its script had ended there, and nothing was left undone on others."""
-    if not is_finished:
-        return end(state, 1, f"no worker is left: {why}")
-    if state.unfinished:
+    if state.unfinished and state.finishing:
         undone = f"{', '.join(state.unfinished)} before the end of the script, and no step was left that others could repeat"
         return end(state, 1, f"{undone}. What the script does there behind its last loop was not completed")
+    if not is_finished:
+        return end(state, 1, f"no worker is left: {why}")
     return end(state, 0, "all workers have finished")
 
 
@@ -234,6 +252,8 @@ _RULES: dict[type, Callable[[State, Any, float], Decision]] = {
     Committed: _on_commit,
     Ready: _on_ready,
     PeersLost: _on_peers_lost,
+    AloneBegan: _on_alone,
+    AloneEnded: _on_alone,
     LeaveRequested: _on_leave_request,
     ScriptRaised: _on_script_raised,
     ScriptFinished: _on_script_finished,

@@ -57,6 +57,22 @@ class PeersLost:
 
 
 @dataclass(frozen=True)
+class AloneBegan:
+    """A worker announces work that the others may have to wait for, for up to ``limit_s``: ``run.alone(what)``."""
+
+    worker: int
+    what: str
+    limit_s: float
+
+
+@dataclass(frozen=True)
+class AloneEnded:
+    """The work that a worker has announced is done."""
+
+    worker: int
+
+
+@dataclass(frozen=True)
 class LeaveRequested:
     """A worker wants to leave after the current step: it got SIGTERM."""
 
@@ -115,6 +131,8 @@ Event = (
     | Committed
     | Ready
     | PeersLost
+    | AloneBegan
+    | AloneEnded
     | LeaveRequested
     | ScriptRaised
     | ScriptFinished
@@ -169,6 +187,15 @@ class Change:
 
 
 @dataclass(frozen=True)
+class PostponeTimeouts:
+    """Tell ``workers`` that ``alone`` has announced work: for ``for_s`` no wait for it times out. Then the timeout begins anew."""
+
+    workers: tuple[int, ...]
+    alone: int
+    for_s: float
+
+
+@dataclass(frozen=True)
 class Stop:
     """Tell ``workers`` to save and to exit together, after the same step."""
 
@@ -215,4 +242,4 @@ class End:
     notes: tuple[str, ...] = ()
 
 
-Action = Form | Prepare | SkipLoop | Abort | Change | Stop | Spawn | Kill | Dismiss | Report | End
+Action = Form | Prepare | SkipLoop | Abort | Change | PostponeTimeouts | Stop | Spawn | Kill | Dismiss | Report | End

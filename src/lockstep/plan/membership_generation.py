@@ -15,8 +15,8 @@ _MAX_FRUITLESS = 3
 
 def settle(state: State, why: str) -> Decision:
     """Form the next generation if every worker that must be there is; else ask for a change if a worker waits for one."""
-    waiting = state.with_status(Status.WAITING)
     if state.generation < 0:
+        waiting = [id for id in state.with_status(Status.WAITING) if not state.worker(id).leaving]
         if waiting and not state.with_status(Status.STARTING):
             return _form(state, waiting, why)
         return state, (), why
@@ -46,11 +46,13 @@ def break_generation(state: State, why: str, now: float) -> tuple[State, tuple[A
 
 
 def kill(state: State, ids: Sequence[int], why: str) -> tuple[State, tuple[Action, ...]]:
-    """Kill workers that hang. The reason says what each one was doing, and which option raises the limit."""
+    """Kill workers that hang. The reason says what each one was doing, and what to do if it did not hang."""
     actions = []
     for id in ids:
-        if not state.worker(id).hung:
-            actions.append(Kill(id, f"{why}; {doing(state, state.worker(id))}. --hang-timeout raises the limit"))
+        worker = state.worker(id)
+        if not worker.hung:
+            announce = ", and `with run.alone(...):` announces long work of one worker" if worker.status is Status.MEMBER else ""
+            actions.append(Kill(id, f"{why}; {doing(state, worker)}. --hang-timeout raises the limit{announce}"))
         state = state.update(id, hung=True)
     return state, tuple(actions)
 
@@ -59,6 +61,8 @@ def doing(state: State, worker: Worker) -> str:
     """What a worker does, for people: "it belonged to generation 2 of a run that had committed 12 steps"."""
     if worker.finished:
         return "its script had ended, but not its process"
+    if worker.alone:
+        return f"it was in run.alone({worker.alone!r}) for longer than its limit_s={worker.alone_limit_s:g}"
     steps = max(worker.steps, state.committed)
     at = f" after {steps} committed steps" if steps > 0 else ""
     texts = {
@@ -92,12 +96,14 @@ def respawn(state: State, dead: Worker, now: float) -> tuple[State, tuple[Action
         return state, ()
     limit = ""
     if len(recent) >= policy.max_respawns:
-        limit = f"--max-respawns allows {policy.max_respawns} replacements in {policy.window_s / 60:g} minutes"
+        most = f"{policy.max_respawns} replacement{'' if policy.max_respawns == 1 else 's'}"
+        limit = f"--max-respawns allows {most} in {policy.window_s / 60:g} minutes"
     elif state.failed_respawns >= policy.max_respawns:
         limit = f"{state.failed_respawns} replacements in a row died before they took part in a step (--max-respawns)"
     if limit:
-        text = f"worker {dead.id} is not replaced: {limit}"
-        return replace(state, not_replaced=(*state.not_replaced, text)), (Report(text),)
+        left = sum(not worker.leaving for worker in state.workers)
+        state = replace(state, not_replaced=(*state.not_replaced, f"worker {dead.id} was not replaced: {limit}"))
+        return state, (Report(f"worker {dead.id} is not replaced: {limit}; {count(left)} continue{'s' if left == 1 else ''}"),)
     burst = sum(now - at < 10.0 for at in recent)  # back off if workers die as soon as they start
     delay_s = 0.0 if burst < 3 else min(30.0, 0.25 * 2 ** (burst - 3))
     state, start = spawn(replace(state, respawned_at=(*recent, now), arrived_at=now + delay_s), 1, delay_s, is_replacement=True)

@@ -7,6 +7,7 @@ while a generation is changed     members that do not leave it while others have
 behind the last loop, at exit     workers that use no CPU time while others have finished
 
 A newcomer that sets up holds nobody up and is never killed.
+If a member has announced its work (``run.alone``), the timeout begins when that work ends or its limit has passed.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def on_tick(state: State, event: Tick, now: float) -> Decision:
     else:
         state, actions, why = _kill_late_members(state, idle_s, now)
     if not actions and state.finishing:
-        return _kill_idle(state, idle_s)
+        return _kill_idle(state, idle_s, now)
     return state, actions, why
 
 
@@ -60,7 +61,7 @@ def _kill_late_members(state: State, idle_s: dict[int, float], now: float) -> De
     # If all members are late, the machine is slow, or they are behind the last loop. To kill them all would lose the training
     # state and help nobody, unless they hang.
     patience_s = state.policy.hang_timeout_s * (1 if ready else _ALL_LATE_FACTOR)
-    if now - max(since) <= patience_s:
+    if now - max(*since, state.alone_until) <= patience_s:
         return state, (), ""
     if not ready:
         late = [id for id in late if idle_s.get(id, 0.0) > patience_s]
@@ -70,9 +71,11 @@ def _kill_late_members(state: State, idle_s: dict[int, float], now: float) -> De
     return state, kills, why if kills else ""
 
 
-def _kill_idle(state: State, idle_s: dict[int, float]) -> Decision:
+def _kill_idle(state: State, idle_s: dict[int, float], now: float) -> Decision:
     """Some workers have finished: kill those that hang at exit; if there are none, those that hang before the end of the script."""
     limit_s = state.policy.hang_timeout_s * _IDLE_FACTOR
+    if now - state.alone_until <= limit_s:
+        return state, (), ""
     active = (Status.MEMBER,) if state.generation >= 0 else (Status.STARTING,)
     idle = [
         worker

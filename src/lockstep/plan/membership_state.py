@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -35,6 +36,11 @@ class Worker:
     """WAITING: the loop of the script at whose entry it waits; -1: it waits in ``Run(...)``."""
     steps: int = -1
     """How many steps it had committed when it last left a generation; -1: it has not left one, or holds no state."""
+    alone: str = ""
+    """The work that it has announced and not ended: ``run.alone(what)``."""
+    alone_limit_s: float = 0.0
+    alone_until: float = -math.inf
+    """When the limit of that work passes; when the work is done: when it ended. The hang timeout begins then."""
     lost_because: str = ""
     """What it reported when it last lost its peers."""
 
@@ -118,6 +124,11 @@ class State:
         found = self.find(id)
         assert found is not None
         return found
+
+    @property
+    def alone_until(self) -> float:
+        """The hang timeout of members that wait for each other begins then, at the earliest: some work alone until then."""
+        return max((self.worker(id).alone_until for id in self.members), default=-math.inf)
 
     def with_status(self, *statuses: Status) -> list[int]:
         """The ids of all workers that have one of these statuses."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from typing import Any, Literal, TypeVar, cast
 
 from torch import nn
@@ -36,6 +36,7 @@ from lockstep.observe.ledger import Ledger
 from lockstep.observe.log import LaneLog, Sink
 from lockstep.plan.lanes import assign_lanes
 from lockstep.plan.tree import fold
+from lockstep.training.alone_work import AloneWork
 from lockstep.training.between_steps import BetweenSteps, BetweenStepsTask, LogExchange
 from lockstep.training.consistency import Consistency
 from lockstep.training.determinism import Determinism
@@ -121,6 +122,7 @@ class Run:
         self._progress = Progress()
         self._owns_comm = comm is None or isinstance(comm, str)
         self._workers = self._join(params, lanes, comm, timeout_s)
+        self._alone_work = AloneWork(self._workers)
         self.lanes = self._workers.start_size if lanes is None else lanes
         self._undo: list[Callable[[], None]] = []
         """Called in reverse order by ``close``."""
@@ -622,6 +624,30 @@ class Run:
             checkpoints.request_save()
         else:
             self._collective(lambda: checkpoints.save(self.step))
+
+    def alone(self, what: str, *, limit_s: float = 3600.0) -> AbstractContextManager[None]:
+        """Announce work of this worker that may take longer than ``--hang-timeout`` while the others wait for it.
+
+        Until the ``with`` block ends, the agent does not take this worker for hung, and the waits of the others do not time out.
+        Any worker may use it, inside and outside loops. A worker that dies in the block is replaced as always. Without an agent
+        (``python``, ``torchrun``) it does nothing: the others wait for ``timeout_s``.
+
+        Args:
+            what: What this worker does, for messages: "saving the best model".
+            limit_s: After so many seconds the worker counts as hung if the others wait for it for another ``--hang-timeout``.
+
+        Returns:
+            A context manager.
+
+        Raises:
+            UsageError: ``what`` is empty, or ``limit_s`` is not a positive number.
+
+        Example:
+            >>> if run.is_main:
+            ...     with run.alone("saving the best model"):
+            ...         torch.save(model.state_dict(), "best.pt")
+        """
+        return self._alone_work.announce(what, limit_s)
 
     def _collective(self, call: Callable[[], T]) -> T:
         """Call ``call`` together with all workers. Between loops, a script that is replayed gets the recorded result."""
