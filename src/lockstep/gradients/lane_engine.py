@@ -21,6 +21,7 @@ worker says so in its control word (REPEAT), and all workers repeat the phase, e
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -88,7 +89,8 @@ class LaneEngine:
     """Averages the gradients and buffers of ``module`` over ``lanes`` lanes on the ranks of ``comm``.
 
     All ranks must construct it with equal arguments. ``my_lanes`` are this worker's lanes [first, last). ``requests_of_all``
-    holds the request bits of every worker, by rank, of the last averaged step: they are equal on all workers.
+    holds the request bits of every worker, by rank, of the last averaged step: they are equal on all workers. ``total_weight`` is
+    the weight of all lanes of that step.
     """
 
     def __init__(
@@ -112,6 +114,7 @@ class LaneEngine:
         self._lane_buffers = LaneBuffers(self.buffers, comm, fold)
         self.state = EngineState.IDLE
         self.requests_of_all: tuple[int, ...] = ()
+        self.total_weight = 0.0
         self._peer_error: PeerError | None = None
         self._report = b""  # the mask of the parameters that report their gradients at once
         self._is_sending = False  # whether buckets leave during this backward
@@ -353,6 +356,7 @@ class LaneEngine:
         self._compare(words)
         self.requests_of_all = tuple(word.requests for word in words)
         weights = [weight for word in words for weight in word.weights]
+        self.total_weight = math.fsum(weights)
         correction = self._weights.correction(weights)
         self._reducer.finish(union([word.present for word in words]), correction)
         if any(word.requests & REPEAT for word in words):

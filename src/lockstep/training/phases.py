@@ -113,7 +113,7 @@ class Phases:
         """The user left the loop by ``break``: the step that was under way counts if its phases are complete."""
         loop = self._current()
         if loop.committed and not loop.in_phase:
-            self._commit.commit_step()
+            self._commit_step()
 
     def leave_loop(self) -> None:
         self._loop.leave_loop()
@@ -130,8 +130,12 @@ class Phases:
         self._require_complete(loop)
         if loop.phase < 0:
             self._engine.forget_requests()  # they are those of an earlier step
-        self._commit.commit_step()
+        self._commit_step()
         self._between_steps.run()
+
+    def _commit_step(self) -> None:
+        self._commit.commit_step()
+        self._log.weigh_step(self._progress.step, self._engine.total_weight)
 
     # -- one phase -----------------------------------------------------------------------------
 
