@@ -51,6 +51,10 @@ class Driver(Protocol):
     def position(self) -> tuple[int, int]:
         """(epoch, step in the epoch) of the next step to commit in this loop."""
 
+    @property
+    def next_loop_position(self) -> tuple[int, int] | None:
+        """The position at which the next loop of the script begins. None if the run has completed that loop already."""
+
     def enter_loop(self, shard: Shard) -> int | None:
         """A loop over a shard begins.
 
@@ -99,8 +103,9 @@ class Driver(Protocol):
 class Shard:
     """The iterable that ``run.shard`` returns: iterate over it as over a DataLoader.
 
-    One iteration is one micro-batch. ``len(shard)`` is the number of steps: a worker with several lanes has several iterations
-    in a step. A second loop over the same shard has a new order.
+    One iteration is one micro-batch. ``len(shard)`` is the number of iterations on this worker: one for each of its lanes that has
+    samples, in each step. It changes if the workers change. In a resumed run it is the number that remains. A second loop over the
+    same shard has a new order.
 
     Raises:
         UsageError: If the dataset cannot be loaded with these options.
@@ -109,7 +114,10 @@ class Shard:
     def __init__(self, driver: Driver, dataset: Any, options: LoaderOptions) -> None:
         self._driver, self._dataset, self._options = driver, dataset, options
         source = open_source(dataset, options)  # reports wrong arguments here, not at the first iteration
-        self._steps = source.steps if isinstance(source, MapSource) else None
+        self._map_source = source if isinstance(source, MapSource) else None
+        self._yielded = 0
+        self._length: int | None = None
+        """The number of iterations of the current loop; None if this shard is in no loop."""
         self.settings: dict[str, Any] = {
             "length": source.length if isinstance(source, MapSource) else None,
             "global_batch": options.global_batch,
@@ -120,9 +128,12 @@ class Shard:
         """What must be equal on every worker."""
 
     def __len__(self) -> int:
-        if self._steps is None:
+        if self._map_source is None:
             raise TypeError("an iterable dataset has no length: its number of steps is known only at its end")
-        return self._steps
+        if self._length is not None:
+            return self._length
+        position = self._driver.next_loop_position
+        return 0 if position is None else self._map_source.micro_batches_from(*position, self._driver.lanes_here)
 
     def __iter__(self) -> Iterator[Any]:
         stage = self._driver.enter_loop(self)
@@ -135,6 +146,7 @@ class Shard:
                 try:
                     for micro_batch, is_last in self._micro_batches(source):
                         self._driver.start_micro_batch(micro_batch.lane, is_last)
+                        self._yielded += 1
                         yield micro_batch.batch
                         self._driver.end_micro_batch()
                 except StepRestarted:
@@ -145,6 +157,7 @@ class Shard:
             raise
         finally:
             source.close()
+            self._yielded, self._length = 0, None
             self._driver.leave_loop()
 
     def _is_incomplete(self) -> bool:
@@ -156,6 +169,7 @@ class Shard:
 
     def _map_micro_batches(self, source: MapSource) -> Iterator[tuple[MicroBatch, bool]]:
         lanes = self._driver.lanes_here
+        self._length = self._yielded + source.micro_batches_from(*self._driver.position, lanes)
         source.seek(*self._driver.position, lanes)
         is_first = True
         while self._is_incomplete():
