@@ -1,4 +1,4 @@
-"""``Run(resume=..., override=...)``: which checkpoint a run begins from, whose learning rate counts, and what a finished run says."""
+"""``Run(resume=..., override=...)``: which checkpoint a run begins from, whose learning rate counts, what a finished run says."""
 
 from __future__ import annotations
 

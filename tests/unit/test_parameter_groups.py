@@ -31,7 +31,7 @@ def test_groups_that_were_added_are_missing_and_can_be_added() -> None:
 
 @pytest.mark.parametrize("mine", [[["a"], ["b"], ["c"]], [["b"]], [["a", "b"]]])
 def test_groups_that_cannot_come_from_added_ones_are_refused(mine: list[list[str]]) -> None:
-    with pytest.raises(UsageError, match="AdamW of this script updates 1 parameters from|AdamW of this script updates 2"):
+    with pytest.raises(UsageError, match=r"AdamW of this script updates [12] parameters? from"):
         missing_groups("AdamW", mine, [["a"], ["b"]])
 
 

@@ -45,4 +45,5 @@ def add_groups(optimizer: Optimizer, groups: Groups, named: Sequence[tuple[str, 
 
 
 def _describe(groups: Groups) -> str:
-    return ", ".join(f"{len(group)} parameters from {group[0]}" if group else "no parameters" for group in groups)
+    counts = [f"{len(group)} parameter{'s' if len(group) > 1 else ''} from {group[0]}" for group in groups if group]
+    return ", then ".join(counts) or "no parameters"
