@@ -7,8 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
 
+import lockstep
 from tests.loop_run import LoopRun
+from tests.models import MLP, data
+from tests.workers import run_workers
 
 START = """
 import os
@@ -151,3 +156,24 @@ def test_a_run_that_is_cut_and_resumed_has_the_same_result(
     second = start(LOOPS[name], "second", workers[1])
     assert second.result() == expected[name]
     assert "lockstep: resumed at step " in second.output(), second.dump()
+
+
+def count_iterations(rank: int, size: int, samples: int) -> tuple[int, int]:
+    """Returns len() of a loop with five lanes, and the number of its iterations."""
+    model = MLP()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    with lockstep.Run(model, opt, lanes=5) as run:
+        shard = run.shard(data(samples), global_batch=10, epochs=2)
+        expected, iterations = len(shard), 0
+        for x, y in shard:
+            F.cross_entropy(model(x), y).backward()
+            opt.step()
+            opt.zero_grad()
+            iterations += 1
+        return expected, iterations
+
+
+@pytest.mark.parametrize(("samples", "iterations"), [(40, [8, 16, 16]), (32, [8, 14, 14])])
+def test_len_is_the_number_of_iterations_on_each_worker(samples: int, iterations: list[int]) -> None:
+    """Two samples are left for five lanes: the first worker has an iteration on a placeholder batch, the others one each."""
+    assert run_workers(count_iterations, 3, samples) == [(count, count) for count in iterations]
