@@ -1,4 +1,7 @@
-"""The loop of tutorials: a plain range of epochs, with code between the loops. Kills and resumes leave no trace of its replay."""
+"""The loops of tutorials, over a plain range of epochs and over run.epochs, with code between the loops over the data.
+
+Kills and resumes leave no trace of what is replayed, and a loop over run.epochs replays nothing of earlier epochs.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,15 @@ import pytest
 from tests.fork_server import ROOT
 from tests.launch import LaunchedRun
 
-SCRIPT = ROOT / "tests" / "scripts" / "epochs.py"
+SCRIPTS = ROOT / "tests" / "scripts"
 
 
 class EpochsRun(LaunchedRun):
-    """One run of tests/scripts/epochs.py; ``settings`` become its EPOCHS_* variables."""
+    """One run of a script; ``settings`` become its EPOCHS_* variables."""
 
-    def __init__(self, folder: Path, workers: int, *options: str, **settings: Any) -> None:
+    def __init__(self, script: str, folder: Path, workers: int, **settings: Any) -> None:
         env = {"OMP_NUM_THREADS": "1", **{f"EPOCHS_{name.upper()}": str(value) for name, value in settings.items()}}
-        super().__init__(SCRIPT, "--hang-timeout", "5", *options, folder=folder, workers=workers, env=env)
+        super().__init__(SCRIPTS / script, "--hang-timeout", "5", folder=folder, workers=workers, env=env)
 
     def wait_for_step(self, step: int) -> None:
         note = self.folder / "step"
@@ -31,15 +34,20 @@ class EpochsRun(LaunchedRun):
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return EpochsRun(tmp_path_factory.mktemp("epochs"), 0).result()
+    return EpochsRun("epochs.py", tmp_path_factory.mktemp("epochs"), 0).result()
+
+
+@pytest.fixture(scope="module")
+def run_epochs_result(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return EpochsRun("run_epochs.py", tmp_path_factory.mktemp("run_epochs"), 0).result()
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., EpochsRun]]:
     started: list[EpochsRun] = []
 
-    def start_here(name: str, workers: int, *options: str, **settings: Any) -> EpochsRun:
-        started.append(EpochsRun(tmp_path / name, workers, *options, **settings))
+    def start_here(name: str, workers: int, script: str = "epochs.py", **settings: Any) -> EpochsRun:
+        started.append(EpochsRun(script, tmp_path / name, workers, **settings))
         return started[-1]
 
     yield start_here
@@ -88,3 +96,45 @@ def test_a_finished_run_that_is_started_again_has_the_same_result(
 ) -> None:
     for name in ("first", "second"):
         assert start(name, 2, checkpoint=tmp_path / "checkpoints").result() == result
+
+
+# -- run.epochs --------------------------------------------------------------------------------------
+
+
+def epochs_run_by(run: EpochsRun, worker: int) -> list[int]:
+    """The epochs whose code this worker has run."""
+    return [int(epoch) for epoch in run.notes("ran").get(str(worker), "").split()]
+
+
+def test_run_epochs_has_the_same_result_on_three_workers(run_epochs_result: str, start: Callable[..., EpochsRun]) -> None:
+    run = start("run", 3, "run_epochs.py")
+    assert run.result() == run_epochs_result
+    assert epochs_run_by(run, 0) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("place", "hold_at"), [("first loop", 20), ("second loop", 20), ("between", 17), ("evaluated", 24), ("left", 30)]
+)
+def test_a_replacement_begins_with_the_current_epoch(
+    place: str, hold_at: int, run_epochs_result: str, start: Callable[..., EpochsRun]
+) -> None:
+    run = start("run", 3, "run_epochs.py", die_in=place, hold_at=hold_at)
+    run.wait_for_generation(2)
+    run.hurry()
+    assert run.result() == run_epochs_result
+    assert len(run.notes("done")) == 3
+    assert set(epochs_run_by(run, 3)) <= ({2, 3, 4} if place != "left" else {4}), run.dump()
+
+
+@pytest.mark.parametrize(("before", "after", "step", "epoch"), [(2, 3, 12, 2), (3, 1, 20, 3), (1, 2, 28, 4), (2, 2, 32, 5)])
+def test_a_resumed_run_begins_with_the_epoch_of_the_checkpoint(
+    before: int, after: int, step: int, epoch: int, run_epochs_result: str, start: Callable[..., EpochsRun], tmp_path: Path
+) -> None:
+    first = start("first", before, "run_epochs.py", hold_at=step, checkpoint=tmp_path / "checkpoints")
+    first.wait_until(lambda: any(saved["step"] >= step for saved in first.events("saved")), f"step {step} is saved")
+    for worker in first.workers():
+        first.kill(worker)
+    assert first.wait() != 0
+    second = start("second", after, "run_epochs.py", checkpoint=tmp_path / "checkpoints")
+    assert second.result() == run_epochs_result
+    assert epochs_run_by(second, 0) == list(range(epoch, 5))

@@ -195,3 +195,51 @@ def default_lanes(rank: int, size: int) -> tuple[int, tuple[int, int]]:
 
 def test_lanes_are_as_many_as_workers_by_default() -> None:
     assert run_workers(default_lanes, 3) == [(3, (0, 1)), (3, (1, 2)), (3, (2, 3))]
+
+
+def exchanges_values(rank: int, size: int) -> list[object]:
+    run, model, opt = made()
+    seen: list[object] = [run.gather([rank, "x" * rank]), run.broadcast(torch.full((2,), rank), source=2).tolist()]
+    for x, y in run.shard(data(), global_batch=8):
+        F.cross_entropy(model(x), y).backward()
+        opt.step()
+        if run.every(3):
+            seen += [
+                run.mean(rank),
+                run.mean(0.1),
+                run.mean(torch.tensor([rank, 0.1])).tolist(),
+                run.mean(torch.tensor(rank)).item(),
+            ]
+    run.close()
+    return seen
+
+
+def test_values_of_all_workers_are_gathered_averaged_and_broadcast() -> None:
+    (seen,) = {repr(each) for each in run_workers(exchanges_values, 3)}
+    tenth = torch.tensor(0.1).item()
+    assert seen == repr([[[0, ""], [1, "x"], [2, "xx"]], [2, 2], 1.0, 0.1, [1.0, tenth], 1.0])
+
+
+def averages_different_shapes(rank: int, size: int) -> None:
+    run, _, _ = made()
+    run.mean(torch.zeros(rank + 1))
+
+
+def test_values_of_different_shapes_are_not_averaged() -> None:
+    found = errors(run_workers(averages_different_shapes, 2, check=False))
+    assert "cannot average a tensor of torch.float32 [1] of rank 0 and a tensor of torch.float32 [2] of rank 1" in found
+
+
+def sets_the_state_on_one_rank(rank: int, size: int) -> None:
+    model = MLP()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = lockstep.Run(model, opt, lanes=4, timeout_s=5, verify_every=1)
+    run.state["best"] = rank
+    for x, y in run.shard(data(), global_batch=8):
+        F.cross_entropy(model(x), y).backward()
+        opt.step()
+
+
+def test_a_state_that_differs_between_workers_is_named() -> None:
+    outcomes = run_workers(sets_the_state_on_one_rank, 2, check=False)
+    assert all("first in run.state['best']" in outcome.error[1] for outcome in outcomes)

@@ -210,6 +210,47 @@ def test_results_beyond_the_limit_are_not_kept_and_that_is_said_once() -> None:
         assert results.record(nonsense) == []
 
 
+def test_results_of_earlier_epochs_are_dropped_unless_a_newcomer_may_ask_for_them() -> None:
+    sent: list[packets.Packet] = []
+    results = RecordedResults(lambda worker, packet: sent.append(packet), lambda text: None)
+    for index in range(8):  # one before the loop over epochs, two in each epoch
+        results.record({"index": index, "part": 0, "parts": 1, "data": "x"})
+
+    def begin(epoch: int, is_left: bool = False) -> None:
+        keep = max(1, 2 * epoch - 1)
+        results.begin_epoch(
+            {
+                "number": 0,
+                "epoch": epoch,
+                "stage": epoch,
+                "result": 1 + 2 * epoch,
+                "first": 1,
+                "keep": keep,
+                "is_left": is_left,
+                "is_exhausted": False,
+            }
+        )
+
+    begin(0)
+    results.latest_epoch(5, {"number": 0})
+    assert sent[-1]["epoch"]["result"] == 1
+    begin(3)
+    begin(2)  # a rank 0 that is gone
+    assert results.recall(5, {"index": 1})
+    results.forget(5)  # it has joined
+    assert not results.recall(6, {"index": 4})
+    assert results.recall(6, {"index": 0})
+    assert results.recall(6, {"index": 5})
+    begin(3, is_left=True)
+    results.latest_epoch(6, {"number": 0})
+    assert (sent[-1]["epoch"]["epoch"], sent[-1]["epoch"]["is_left"]) == (3, True)
+    results.latest_epoch(6, {"number": 1})
+    assert sent[-1]["epoch"] is None
+    for nonsense in ({}, {"number": "x"}, {"number": 0, "epoch": 9}):
+        results.begin_epoch(nonsense)
+        results.latest_epoch(6, {**nonsense, "number": None})
+
+
 @pytest.mark.parametrize(
     "request_",
     [{}, {"op": "set"}, {"op": "set", "keys": ["a"]}, {"op": "fly", "keys": []}, {"op": 3, "keys": 3}, {"op": "wait", "keys": [3]}],

@@ -113,9 +113,9 @@ def to_bytes(value: Any, name: str) -> tuple[str, bytes]:
     return skeleton, b"".join(bytes(buffer_of(tensor)) for tensor in tensors)
 
 
-def from_bytes(skeleton: str, content: bytes) -> Any:
-    """The inverse of ``to_bytes``. All tensors are on the host."""
-    tensors = empty_tensors(skeleton, "cpu")
+def from_bytes(skeleton: str, content: bytes, device: str = "cpu") -> Any:
+    """The inverse of ``to_bytes``. Tensors that were not on the host are put on ``device``."""
+    tensors = empty_tensors(skeleton, device)
     at = 0
     for tensor in tensors:
         if tensor.numel():

@@ -83,15 +83,24 @@ class _Recalled:
     text: str
 
 
-_Answer = Generation | _Prepare | _SkipLoop | _Recalled
+@dataclass(frozen=True)
+class _LatestEpoch:
+    """Where the current epoch of loop ``number`` over ``run.epochs`` began. None: the run has not reported that loop."""
+
+    number: int
+    epoch: dict[str, Any] | None
+
+
+_Answer = Generation | _Prepare | _SkipLoop | _Recalled | _LatestEpoch
 
 
 class AgentLink:
     """The connection of this worker to its agent.
 
     A worker that is started while the run is under way is a *newcomer*: ``join`` returns None. It then runs its script without
-    being a member. It passes the loops that are over (``join_loop`` returns None), and gets the results of collectives between
-    loops from the agent (``recall``), until ``join_loop`` returns the comm of a generation that it is a member of.
+    being a member. It passes the epochs and loops that are over (``latest_epoch``; ``join_loop`` returns None), and gets the
+    results of collectives between loops from the agent (``recall``), until ``join_loop`` returns the comm of a generation that it
+    is a member of.
     """
 
     def __init__(self, endpoint: AgentEndpoint, options: CommOptions) -> None:
@@ -151,15 +160,31 @@ class AgentLink:
         """Tell the agent that the run enters loop number ``stage``. Rank 0 calls it, also after each change of generation."""
         self.send(type="stage", stage=stage)
 
+    def enter_epoch(self, number: int, epoch: dict[str, Any]) -> None:
+        """Tell the agent where the current epoch of loop ``number`` over ``run.epochs`` began. Rank 0 calls it."""
+        self.send(type="epoch", number=number, **epoch)
+
+    def latest_epoch(self, number: int) -> dict[str, Any] | None:
+        """Return what rank 0 has last given to ``enter_epoch`` for this loop, or None. A newcomer calls it.
+
+        Raises:
+            SystemExit: The agent has dismissed this worker.
+        """
+        self.send(type="latest epoch", number=number)
+        while True:
+            answer = self._await(_LatestEpoch)
+            if isinstance(answer, _LatestEpoch) and answer.number == number:
+                return answer.epoch
+
     def record(self, index: int, text: str) -> None:
-        """Let the agent keep the result of collective number ``index`` between loops. Rank 0 calls it."""
+        """Let the agent keep result number ``index`` (training/progress.py). Rank 0 calls it."""
         encoded = json.dumps(text)
         parts = [encoded[first : first + _PART_CHARS] for first in range(0, len(encoded), _PART_CHARS)]
         for part, data in enumerate(parts):
             self.send(type="recorded", index=index, part=part, parts=len(parts), data=data)
 
     def recall(self, index: int) -> str:
-        """Return the recorded result of collective number ``index`` between loops. A newcomer calls it; blocks until it is there.
+        """Return the recorded result number ``index``. A newcomer calls it; blocks until it is there.
 
         Raises:
             SystemExit: The agent has dismissed this worker.
@@ -297,6 +322,8 @@ class AgentLink:
                 self._answers.put(_Prepare(packet["size"]))
             case "pass":
                 self._answers.put(_SkipLoop(packet["stage"]))
+            case "latest epoch":
+                self._answers.put(_LatestEpoch(packet["number"], packet["epoch"]))
             case "recalled":
                 self._on_part(packet)
 

@@ -10,6 +10,7 @@ The engine is always in one ``Phase``. A backward in a phase that does not allow
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -76,7 +77,8 @@ class LaneEngine:
     """Averages the gradients and buffers of ``module`` over ``lanes`` lanes on the ranks of ``comm``.
 
     All ranks must construct it with equal arguments. ``my_lanes`` are this worker's lanes [first, last). ``requests_of_all``
-    holds the request bits of every worker, by rank, of the last averaged step: they are equal on all workers.
+    holds the request bits of every worker, by rank, of the last averaged step: they are equal on all workers. ``total_weight`` is
+    the weight of all lanes of that step.
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class LaneEngine:
         self._lane_buffers = LaneBuffers(self.buffers, comm, fold)
         self.phase = Phase.IDLE
         self.requests_of_all: tuple[int, ...] = ()
+        self.total_weight = 0.0
         self._peer_error: PeerError | None = None
         self._hooks = AutogradHooks(self.params, self._begin, self._ready, self._end)
         self._model.hook(self._hooks)
@@ -260,7 +263,8 @@ class LaneEngine:
         words = exchange_words(self.comm, self._control_word(), self._most_lanes)
         self._compare(words)
         self.requests_of_all = tuple(word.requests for word in words)
-        scale = self._weights.scale([weight for word in words for weight in word.weights])
+        weights = [weight for word in words for weight in word.weights]
+        self.total_weight, scale = math.fsum(weights), self._weights.scale(weights)
         self._reducer.finish(union([word.present for word in words]), scale)
         self._lane_buffers.average(union([word.changed for word in words]), self._weights, scale)
         self.phase = Phase.AVERAGED

@@ -181,6 +181,10 @@ class Agent:
         elif kind == "recall":
             if not self._results.recall(worker, packet):
                 self._decide(events.LeaveRequested(worker))
+        elif kind == "epoch":
+            self._results.begin_epoch(packet)
+        elif kind == "latest epoch":
+            self._results.latest_epoch(worker, packet)
         elif kind == "saved" and isinstance(step, int):
             path = str(packet.get("where"))
             self._exit_status.checkpoint_saved(step, path)
@@ -304,6 +308,8 @@ class Agent:
         self._ranks = {id: rank for rank, id in enumerate(action.members)}
         self._exit_status.generation_formed(action.members)
         self._store.begin(action.number)
+        for id in action.members:
+            self._results.forget(id)
         self._send(action.members, {"type": "generation", "number": action.number, "members": action.members})
 
     def _spawn(self, ids: Sequence[int]) -> None:

@@ -1,8 +1,12 @@
-"""RecordedResults: the results of the collectives between loops, which the agent keeps for newcomers. It does not read them.
+"""RecordedResults: what newcomers need of the run's past, which the agent keeps for them. It does not read the results.
 
 Rank 0 sends each result once, cut into parts: {"type": "recorded", "index", "part", "parts", "data"}. A newcomer that passes the
 same place in its script asks for it: {"type": "recall", "index"}. It gets the same parts as {"type": "recalled", ...}, as soon
 as all of them are there.
+
+Rank 0 also sends where the current epoch of each loop over ``run.epochs`` began: {"type": "epoch", "number", "epoch", ...}. A
+newcomer at that loop asks for it: {"type": "latest epoch", "number"}, and needs no result of earlier epochs. These are dropped,
+from "first" to "keep", unless a newcomer has begun with an earlier epoch and may still ask for them.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from collections.abc import Callable
 from lockstep.launch.packets import Packet
 
 _MAX_CHARS = 64 << 20
+_EPOCH_FIELDS = ("epoch", "stage", "result", "first", "keep", "is_exhausted", "is_left")
 
 
 class RecordedResults:
@@ -22,6 +27,8 @@ class RecordedResults:
         self._parts: dict[int, list[str]] = {}
         self._complete: set[int] = set()
         self._waiting: list[tuple[int, int]] = []  # (worker, index)
+        self._epochs: dict[int, dict[str, int]] = {}  # the latest of each loop over epochs
+        self._readers: dict[int, int] = {}  # newcomer -> the first result that it may still ask for
         self._chars = 0
         self._is_full = False
 
@@ -30,7 +37,7 @@ class RecordedResults:
         index, part, parts, data = (packet.get(key) for key in ("index", "part", "parts", "data"))
         if not (isinstance(index, int) and isinstance(part, int) and isinstance(parts, int) and isinstance(data, str)):
             return []
-        if index in self._complete or not 0 <= part < parts:
+        if index in self._complete or self._is_dropped(index) or not 0 <= part < parts:
             return []  # another rank 0 has recorded it before
         if self._is_full or self._chars + len(data) > self._max_chars:
             return self._refuse()
@@ -51,16 +58,47 @@ class RecordedResults:
         index = packet.get("index")
         if not isinstance(index, int):
             return True
-        if self._is_full and index not in self._complete:
+        if (self._is_full or self._is_dropped(index)) and index not in self._complete:
             return False
         self._waiting.append((worker, index))
         if index in self._complete:
             self._answer(index)
         return True
 
+    def begin_epoch(self, packet: Packet) -> None:
+        """Keep where an epoch began, unless a later one is known, and drop what no newcomer can need any more."""
+        number, fields = packet.get("number"), {field: packet.get(field) for field in _EPOCH_FIELDS}
+        latest = {field: value for field, value in fields.items() if isinstance(value, int)}
+        if not isinstance(number, int) or len(latest) < len(fields):
+            return
+        known = self._epochs.get(number)
+        if known is None or (known["epoch"], known["is_left"]) < (latest["epoch"], latest["is_left"]):
+            self._epochs[number] = latest
+            self._drop()
+
+    def latest_epoch(self, worker: int, packet: Packet) -> None:
+        """Tell a newcomer where the current epoch of a loop began."""
+        number = packet.get("number")
+        if isinstance(number, int):
+            latest = self._epochs.get(number)
+            self._readers[worker] = max(self._readers.get(worker, 0), latest["result"] if latest is not None else 0)
+            self._send(worker, {"type": "latest epoch", "number": number, "epoch": latest})
+
     def forget(self, worker: int) -> None:
-        """The worker is gone."""
+        """The worker is gone, or has become a member: it asks for nothing any more."""
         self._waiting = [each for each in self._waiting if each[0] != worker]
+        if self._readers.pop(worker, None) is not None:
+            self._drop()
+
+    def _drop(self) -> None:
+        for index in [index for index in self._parts if self._is_dropped(index)]:
+            self._chars -= sum(len(each) for each in self._parts.pop(index))
+            self._complete.discard(index)
+
+    def _is_dropped(self, index: int) -> bool:
+        """Whether the result belongs to an epoch that is over, and no newcomer has begun with that epoch or an earlier one."""
+        is_over = any(latest["first"] <= index < latest["keep"] for latest in self._epochs.values())
+        return is_over and all(index < first for first in self._readers.values())
 
     def _answer(self, index: int) -> None:
         workers = [worker for worker, wanted in self._waiting if wanted == index]

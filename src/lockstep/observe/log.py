@@ -21,13 +21,15 @@ from lockstep.errors import UsageError
 
 Sink = Callable[[int, dict[str, float]], None]
 """Receives (step, averages) on rank 0."""
-Averages = list[tuple[int, dict[str, float]]]
+Averages = list[tuple[int, float, dict[str, float]]]
+"""(step, the weight of all lanes of the step, averages), sorted by step."""
 
 
 class LaneLog:
     """Collects logged values: ``note`` in any micro-batch, ``share`` in each step, ``collect`` and ``publish`` between steps.
 
-    ``latest`` holds the newest averages.
+    ``latest`` holds the newest averages. ``epoch_means`` returns those of an epoch: of the averages of its steps so far, by the
+    weight of each step. They are updated in the order of the steps, so they have the same bits on any number of workers.
     """
 
     def __init__(self, sinks: list[Sink]) -> None:
@@ -36,6 +38,10 @@ class LaneLog:
         self._mine: list[_Entry] = []  # what this worker has not shared yet
         self._shared: dict[str, list[Any]] = {}  # "step/lane/number" -> [step, lane, weight, {name: hex}], equal on every worker
         self._published = -1  # the last step whose averages were published
+        self._step_weights: dict[int, float] = {}  # of all lanes, for each committed step that was not published yet
+        self._epoch_start = 0  # the step after which the current epoch began
+        self._means: dict[str, list[float]] = {}  # name -> [mean, weight], of the epoch that began after step ...
+        self._means_of = 0  # ... this one
         self._number = 0
 
     def note(self, step: int, lane: int, values: Mapping[str, Any]) -> None:
@@ -68,6 +74,17 @@ class LaneLog:
             if entry.weight is None:
                 entry.weight = weight
 
+    def weigh_step(self, step: int, weight: float) -> None:
+        """Note the weight of all lanes of a committed step. All workers call it."""
+        self._step_weights[step] = weight
+
+    def start_epoch(self, step: int) -> None:
+        """An epoch begins after ``step`` steps. Until values of it are published, ``epoch_means`` shows the epoch before it."""
+        self._epoch_start = step
+
+    def epoch_means(self) -> dict[str, float]:
+        return {name: mean for name, (mean, _) in self._means.items()}
+
     def discard_step(self, step: int) -> None:
         """Drop the values of a step that did not commit: it will run again, and log again."""
         self._mine = [entry for entry in self._mine if entry.step != step]
@@ -89,17 +106,20 @@ class LaneLog:
     def collect(self, comm: Comm) -> Averages:
         """Return the averages of all entries that were not published yet, by step. All workers must call this between steps."""
         self.share(comm)
-        return average(list(self._shared.values()))
+        averages = average(list(self._shared.values()))
+        return [(step, self._step_weights.get(step, 0.0), values) for step, values in averages]
 
     def publish(self, averages: Averages, *, is_main: bool) -> None:
         """Remember ``averages`` as published, and pass them to the sinks if this worker is rank 0.
 
         A sink gets each step at most once: not at all if rank 0 dies before it has called the sink.
         """
-        for step, values in averages:
+        for step, weight, values in averages:
             self.latest, self._published = values, step
+            self._add_to_epoch(step, weight, values)
             for sink in self._sinks if is_main else []:
                 sink(step, values)
+        self._step_weights = {step: weight for step, weight in self._step_weights.items() if step > self._published}
         self._merge([])
 
     def realign(self, comm: Comm) -> None:
@@ -108,11 +128,41 @@ class LaneLog:
             self._merge(gather_bytes(comm, json.dumps(self._shared).encode(), "what was logged before a worker was lost"))
 
     def capture(self) -> dict[str, Any]:
-        return {"latest": self.latest, "published": self._published, "shared": json.dumps(self._shared)}
+        return {
+            "published": self._published,
+            "shared": json.dumps(self._shared),
+            "step_weights": dict(self._step_weights),
+            "epoch_start": self._epoch_start,
+            **self.averages(),
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self.latest, self._published = dict(state["latest"]), state["published"]
+        self._published, self._epoch_start = state["published"], state["epoch_start"]
         self._shared, self._mine = json.loads(state["shared"]), []
+        self._step_weights = dict(state["step_weights"])
+        self.adopt_averages(state)
+
+    def averages(self) -> dict[str, Any]:
+        """Return what the user can read, as plain data."""
+        means = {name: list(mean) for name, mean in self._means.items()}
+        return {"latest": dict(self.latest), "means": means, "means_of": self._means_of}
+
+    def adopt_averages(self, state: Mapping[str, Any]) -> None:
+        """Let the user read what ``averages`` returned, on this worker or another one."""
+        self.latest, self._means_of = dict(state["latest"]), state["means_of"]
+        self._means = {name: list(mean) for name, mean in state["means"].items()}
+
+    def _add_to_epoch(self, step: int, weight: float, values: Mapping[str, float]) -> None:
+        if step <= self._epoch_start:  # of an epoch that was left before its values were exchanged
+            return
+        if self._means_of != self._epoch_start:
+            self._means, self._means_of = {}, self._epoch_start
+        for name, value in values.items():
+            mean, total = self._means.get(name, (value, 0.0))
+            total += weight
+            if value != mean and total:  # equal values have exactly this mean
+                mean += (value - mean) * (weight / total)
+            self._means[name] = [mean, total]
 
     def _merge(self, texts: list[bytes]) -> None:
         for text in texts:
@@ -135,7 +185,7 @@ class _Entry:
         return [self.step, self.lane, self.weight, {name: float(value).hex() for name, value in self.values.items()}]
 
 
-def average(entries: list[Any]) -> Averages:
+def average(entries: list[Any]) -> list[tuple[int, dict[str, float]]]:
     """Convert entries [step, lane, weight, {name: hex}] into (step, weighted means), sorted by step.
 
     Sums are exactly rounded (``math.fsum``), so the result does not depend on the order of the lanes.
@@ -151,5 +201,8 @@ def _mean(pairs: list[tuple[float, float]]) -> float:
     total = math.fsum(weight for weight, _ in pairs)
     if total == 0:
         return math.nan
+    values = {value for weight, value in pairs if weight}
+    if len(values) == 1:  # a value of the step: which lanes have logged it depends on the number of workers
+        return values.pop()
     products = [weight * value for weight, value in pairs if weight]
     return math.fsum(products) / total if all(map(math.isfinite, products)) else sum(products)

@@ -83,7 +83,7 @@ class BetweenSteps:
         assert loop is not None
         assert loop.step is not None
         requests = self._engine.requests_of_all if loop.generation == self._workers.generation else ()
-        return StepEnd(self._progress.step, loop.step.epoch, loop.step.ends_epoch, requests)
+        return StepEnd(self._progress.step, self._progress.epoch, loop.step.ends_epoch, requests)
 
     def loop_ended(self, step: int) -> None:
         """Do what is due at the end of a loop. All workers call it."""
@@ -95,13 +95,16 @@ class BetweenSteps:
 
 
 class LogExchange:
-    """Exchanges logged values every ``every`` steps, and compares the buffers of all workers."""
+    """Exchanges logged values every ``every`` steps and at the end of each epoch, and compares the buffers of all workers."""
 
     def __init__(self, log: LaneLog, consistency: Consistency, workers: WorkerGroup, progress: Progress, every: int) -> None:
         self._log, self._consistency, self._workers, self._progress, self._every = log, consistency, workers, progress, every
 
     def is_due(self) -> bool:
-        return self._progress.step % self._every == 0
+        loop = self._progress.loop
+        assert loop is not None
+        assert loop.step is not None
+        return self._progress.step % self._every == 0 or loop.step.ends_epoch
 
     def perform(self) -> Averages:
         """Return the averages of what was logged. All workers call it."""

@@ -109,13 +109,20 @@ class TrainingLoop:
 
     def loop_abandoned(self) -> None:
         loop = self._progress.loop
-        if loop is not None and loop.micro_batches > 1 and not loop.committed:
-            self._abandoned = self._progress.step
+        if loop is None:
+            return
+        if loop.committed:
+            self._weigh_logged(loop)
+        else:
+            self._log.discard_step(self._progress.step + 1)
+            if loop.micro_batches > 1:
+                self._abandoned = self._progress.step
 
     def leave_loop(self) -> None:
         loop = self._progress.loop
         if loop is not None:
             self._progress.end_loop(loop.stage)
+            self._replay.leave_loop()
             self._seed_after(loop.stage)
         self._progress.loop = None
         self._engine.stop()
@@ -134,6 +141,8 @@ class TrainingLoop:
     def start_step(self, step: StepPlan) -> None:
         loop = self._current()
         loop.step, loop.micro_batches = step, 0
+        if step.index == 0 and self._progress.epoch_now is None:
+            self._log.start_epoch(self._progress.step)
         if step.index == 1:
             self._require_unchanged()  # the first forward may have created parameters or buffers
 
@@ -160,7 +169,7 @@ class TrainingLoop:
             raise StepRestarted
         self._compare_ends(loop)
         require_complete(loop, self._progress.step, self._engine.phase, self._gate.optimizers)
-        self._log.weigh(self._engine.weight_of(loop.lane))
+        self._weigh_logged(loop)
         if loop.committed:
             self._between_steps.run()
         if loop.generation != self._workers.generation:
@@ -171,6 +180,11 @@ class TrainingLoop:
         if loop.is_last and not loop.committed and self._engine.is_averaged:
             with suppress(PeerError):
                 self._workers.comm.barrier(f"the end of the loop body without {step_calls(self._gate.optimizers)}")
+
+    def _weigh_logged(self, loop: CurrentLoop) -> None:
+        self._log.weigh(self._engine.weight_of(loop.lane))
+        if loop.committed:
+            self._log.weigh_step(self._progress.step, self._engine.total_weight)
 
     def gather_counts(self, counts: Sequence[int]) -> tuple[int, ...]:
         """Gather the number of samples of every lane of a stream's step. All workers call it."""

@@ -1,13 +1,16 @@
 """Progress: where a run is, in steps, samples, loops and collectives. Part of the state that newcomers and checkpoints receive.
 
-Loops over ``run.shard(...)`` are numbered in the order in which the script reaches them: the number is the loop's *stage*.
-Collectives between loops (``run.evaluate``, ``run.save``) are numbered likewise, and their results are kept.
+Loops over ``run.shard(...)`` are numbered in the order in which the script reaches them: the number is the loop's *stage*. Loops
+over ``run.epochs(...)`` are numbered likewise. What a worker needs to replay the script is kept as numbered *results*: the result
+of each collective between loops (``run.evaluate``, ``run.save``), and what the script could read of the run (script_values.py) at
+the end of each loop over ``run.shard`` and at the beginning of each epoch of ``run.epochs``. Results of an epoch of ``run.epochs``
+are dropped two epochs later.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from lockstep.data.shard import StepPlan
@@ -30,9 +33,29 @@ class CurrentLoop:
     """The generation in which this micro-batch began."""
 
 
+@dataclass(frozen=True)
+class EpochLoop:
+    """A loop over ``run.epochs(...)``: its current epoch, and what the script had reached when that epoch began."""
+
+    epoch: int
+    """From 0; the number of epochs if all of them are over."""
+    stage: int
+    """How many loops over ``run.shard`` the script had reached."""
+    result: int
+    """How many results there were: the next one belongs to the beginning of this epoch."""
+    first: int
+    """The number of the result that belongs to the beginning of the first epoch."""
+    keep: int
+    """Results from ``first`` to this one were dropped."""
+    is_exhausted: bool = False
+    """Whether all epochs are over."""
+    is_left: bool = False
+    """Whether the script has left the loop by ``break``: then ``stage`` and ``result`` are those of the end of the loop."""
+
+
 @dataclass
 class Progress:
-    """Where the run is. It moves only when a step commits, a loop ends, or a collective between loops is complete."""
+    """Where the run is. It moves when a step commits, a loop ends, an epoch begins, or a collective between loops is complete."""
 
     step: int = 0
     """Steps committed so far."""
@@ -46,16 +69,24 @@ class Progress:
     """The last step after which all replicas were known to hold the same bits."""
     data: dict[str, Any] = field(default_factory=dict)
     """The arguments of the loop's ``run.shard`` that must not change."""
-    results: list[Any] = field(default_factory=list)
-    """The result of each collective between loops."""
+    results: dict[int, Any] = field(default_factory=dict)
+    """The results that were not dropped, by number."""
+    result_count: int = 0
+    """How many results there were so far."""
+    epoch_loops: list[EpochLoop] = field(default_factory=list)
+    """The loops over ``run.epochs`` that the run has reached."""
 
     was_in_loop: bool = field(default=False, init=False)
     """Whether the adopted state was taken inside a loop."""
     loop: CurrentLoop | None = field(default=None, init=False)
     loops_reached: int = field(default=0, init=False)
     """Loops that this worker's script has reached."""
-    collectives_reached: int = field(default=0, init=False)
-    """Collectives between loops that this worker's script has reached."""
+    results_reached: int = field(default=0, init=False)
+    """How many results there were when the run was where this worker's script is."""
+    epoch_loops_reached: int = field(default=0, init=False)
+    """Loops over ``run.epochs`` that this worker's script has reached."""
+    epoch_now: int | None = field(default=None, init=False)
+    """The epoch of the loop over ``run.epochs`` that this worker's script is in, or None."""
 
     @property
     def committed(self) -> bool:
@@ -64,7 +95,9 @@ class Progress:
 
     @property
     def epoch(self) -> int:
-        """The epoch of the current loop, or 0."""
+        """The epoch of ``run.epochs``; outside it, the epoch of the current loop, or 0."""
+        if self.epoch_now is not None:
+            return self.epoch_now
         return self.loop.step.epoch if self.loop is not None and self.loop.step is not None else 0
 
     def commit(self, plan: StepPlan) -> None:
@@ -75,6 +108,28 @@ class Progress:
     def end_loop(self, stage: int) -> None:
         self.stage, self.position = stage + 1, (0, 0)
 
+    def add_result(self, result: Any) -> None:
+        self.results[self.result_count] = result
+        self.result_count += 1
+        self.results_reached = self.result_count
+
+    def begin_epoch(self, number: int, epoch: int, count: int) -> None:
+        """Begin an epoch of loop ``number`` over ``run.epochs``, and drop the results of epochs before the last one.
+
+        ``epoch`` is ``count`` if all epochs are over.
+
+        The last one's are kept, because rank 0 may have died before it could send them to the agent.
+        """
+        last = self.epoch_loops[number] if number < len(self.epoch_loops) else None
+        first, keep = (self.result_count, self.result_count) if last is None else (last.first, last.result)
+        self.results = {index: result for index, result in self.results.items() if not first <= index < keep}
+        self.epoch_loops[number:] = [EpochLoop(epoch, self.loops_reached, self.result_count, first, keep, epoch >= count)]
+
+    def leave_epochs(self, number: int) -> None:
+        """The script has left loop ``number`` over ``run.epochs`` by ``break``."""
+        last = self.epoch_loops[number]
+        self.epoch_loops[number] = replace(last, stage=self.loops_reached, result=self.result_count, is_left=True)
+
     def capture(self) -> dict[str, Any]:
         return {
             "step": self.step,
@@ -84,7 +139,9 @@ class Progress:
             "equal_at": self.equal_at,
             "in_loop": self.loop is not None,
             "data": self.data,
-            "results": self.results,
+            "results": dict(self.results),
+            "result_count": self.result_count,
+            "epoch_loops": [asdict(each) for each in self.epoch_loops],
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -92,4 +149,5 @@ class Progress:
         self.step, self.samples = state["step"], state["samples"]
         self.stage, self.position = state["stage"], state["position"]
         self.equal_at, self.data = state["equal_at"], state["data"]
-        self.results, self.was_in_loop = list(state["results"]), state["in_loop"]
+        self.results, self.result_count, self.was_in_loop = dict(state["results"]), state["result_count"], state["in_loop"]
+        self.epoch_loops = [EpochLoop(**each) for each in state["epoch_loops"]]

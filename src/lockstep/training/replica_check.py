@@ -83,11 +83,12 @@ class ReplicaCheck:
         good = sums.index(common)
         wrong = [rank for rank, each in enumerate(sums) if each != common]
         if 2 * count <= comm.size:
+            equal_at = max(0, self._progress.equal_at)
             shown = ", ".join(f"rank {rank} has {each}" for rank, each in enumerate(sums))
             raise CorruptionError(
                 f"replicas differ after step {step}, first in {_first_difference(everyone[good], everyone[wrong[0]])}, and no "
                 f"majority agrees on the right bits: {shown}. A bit has changed in some worker's memory, or code outside the "
-                f"step writes to the model on some workers only. Replicas were equal after step {max(0, self._progress.equal_at)}: "
+                f"step writes to the model or to run.state on some workers only. Replicas were equal after step {equal_at}: "
                 "resume from a checkpoint of that step or an earlier one, and remove newer ones."
             )
         state = send_value(comm, self._state.capture, good, wrong, self._device)
@@ -103,10 +104,16 @@ class ReplicaCheck:
         return False
 
     def _rows(self) -> list[list[str]]:
-        skeleton, tensors, paths = flatten_named(self._state.replicated(), "what replicas hold")
-        plain = hashlib.sha256(skeleton.encode()).hexdigest()[:32]
+        state = self._state.replicated()
+        skeleton, tensors, paths = flatten_named(state, "what replicas hold")
         names = [".".join(path) for path in paths]
-        return [*([name, total] for name, total in zip(names, checksums(tensors), strict=True)), ["plain values", plain]]
+        rows = [[name, total] for name, total in zip(names, checksums(tensors), strict=True)]
+        rows += [[f"run.state[{name!r}]", _digest(flatten_named(each, name)[0])] for name, each in state["state"].items()]
+        return [*rows, ["plain values", _digest(skeleton)]]
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def _first_difference(mine: list[list[str]], theirs: list[list[str]]) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal, TypeVar, cast
 
@@ -40,6 +40,7 @@ from lockstep.training.argument_names import BATCH_SIZE, explain_unknown
 from lockstep.training.between_steps import BetweenSteps, BetweenStepsTask, LogExchange
 from lockstep.training.consistency import Consistency
 from lockstep.training.determinism import Determinism
+from lockstep.training.epochs import EpochLoops
 from lockstep.training.evaluation import Evaluations
 from lockstep.training.finished_run import FinishedRunNotice
 from lockstep.training.loop import TrainingLoop
@@ -48,9 +49,12 @@ from lockstep.training.replica_check import ReplicaCheck
 from lockstep.training.run_state import RunState
 from lockstep.training.script_place import describe_place
 from lockstep.training.script_replay import ScriptPosition, ScriptReplay
+from lockstep.training.script_values import ScriptValues
 from lockstep.training.sigterm import Sigterm
 from lockstep.training.step_commit import StepCommit
 from lockstep.training.step_gate import StepGate
+from lockstep.training.user_state import UserState
+from lockstep.training.value_exchange import broadcast_value, gather_values, mean_of_values
 from lockstep.world import agent_endpoint
 
 T = TypeVar("T")
@@ -190,7 +194,9 @@ class Run:
         self._consistency = Consistency(self._workers, self._engine, self._gate, self.device, settings)
         self._evaluations = Evaluations(self.model, self._engine, self.lanes, self.seed)
         self._log = LaneLog([on_log] if on_log is not None else [])
-        self._state = RunState(self.model, self._engine, self._gate, self._progress, self._log, settings)
+        progress = self._progress
+        self._user_state = UserState(lambda: progress.loop is None or progress.committed)
+        self._state = RunState(self.model, self._engine, self._gate, self._progress, self._log, self._user_state, settings)
         self._sigterm: Sigterm | None = None
         if checkpoint is not None:
             callbacks = CheckpointCallbacks(self._published, self._equal_at, self._resumed, lambda: self._log.share(self.comm))
@@ -217,7 +223,9 @@ class Run:
                 aligned=self._aligned,
             ),
         )
-        self._replay = ScriptReplay(self._progress, self._workers, self._recovery.join, self._arrived)
+        values = ScriptValues(self._user_state, self._log, self.device)
+        self._replay = ScriptReplay(self._progress, self._workers, values, self._recovery.join, self._arrived)
+        self._epoch_loops = EpochLoops(self._progress, self._replay, self.seed)
 
     def _build_loop(self, log_every: int, verify_every: int) -> None:
         """What happens between steps, and the loop itself."""
@@ -294,7 +302,7 @@ class Run:
         self._progress.equal_at = step
         self._finished_notice.resumed(step)
         progress = self._progress
-        self._replay.resume_at(ScriptPosition(progress.stage, progress.was_in_loop, len(progress.results)))
+        self._replay.resume_at(ScriptPosition(progress.stage, progress.was_in_loop, progress.result_count))
 
     def _replica_differed(self, equal_at: int) -> None:
         if self._checkpoints is not None:
@@ -343,7 +351,7 @@ class Run:
 
     @property
     def epoch(self) -> int:
-        """The epoch of the current loop, from 0."""
+        """The epoch of ``run.epochs``, from 0; outside it, the epoch of the current loop over ``run.shard``."""
         return self._progress.epoch
 
     @property
@@ -367,6 +375,29 @@ class Run:
         """The latest averages of what was logged."""
         return self._log.latest
 
+    @property
+    def epoch_means(self) -> dict[str, float]:
+        """The averages over the current epoch of what was logged, with the same bits on any number of workers.
+
+        Each step counts by its weight: its number of samples, or what ``run.weigh`` was given. The epoch is that of
+        ``run.epochs``; outside it, that of the loop over ``run.shard``. The averages are complete when that loop has ended. Until
+        the first values of an epoch are exchanged, they are those of the epoch before.
+        """
+        return self._log.epoch_means()
+
+    @property
+    def state(self) -> MutableMapping[str, Any]:
+        """Your own variables: a mapping from names to plain values and tensors, such as the best accuracy so far.
+
+        It is saved in checkpoints, sent to replacement workers, and compared with the other replicas. A worker that replays the
+        script finds in it what it held at that place. Change it between loops, or in a loop under ``if run.committed:``, on every
+        worker alike. Assigning a value that is not plain is a ``UsageError``.
+
+        Example:
+            >>> run.state["best"] = max(run.state.get("best", 0.0), 0.93)
+        """
+        return self._user_state
+
     def every(self, period: int | Literal["epoch"]) -> bool:
         """Return True once per ``period`` steps, in the iteration that committed the step, on every worker alike.
 
@@ -388,6 +419,35 @@ class Run:
         return self.committed and self.step % period == 0
 
     # -- the loop ----------------------------------------------------------------------------
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """Iterate over the epochs of a run, from 0 to ``count`` - 1. All workers must call it alike.
+
+        A run that is resumed, and a worker that joins, begin with the current epoch: nothing in the loop body is run again for
+        earlier epochs. The body may hold any number of loops over ``run.shard``, ``run.evaluate``, ``run.save``, scheduler steps
+        and plain code. The loop may be left by ``break``, by the same decision on every worker.
+
+        Args:
+            count: The number of epochs. A run that is resumed may have more than before.
+
+        Returns:
+            An iterator over the numbers of the epochs.
+
+        Raises:
+            UsageError: ``count`` is not a number, or the loop is inside another one.
+
+        Example:
+            >>> for epoch in run.epochs(2):
+            ...     for x, y in run.shard(dataset, global_batch=32, shuffle=True):
+            ...         F.cross_entropy(model(x), y).backward()
+            ...         opt.step()
+            ...         opt.zero_grad()
+            ...     sched.step()
+        """
+        self._loop.require_open()
+        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+            raise UsageError(f"run.epochs({count!r}): pass the number of epochs, a whole number of 0 or more.")
+        return self._epoch_loops.iterate(count)
 
     @explain_unknown("run.shard", {"batch_size": BATCH_SIZE})
     def shard(
@@ -516,6 +576,72 @@ class Run:
             )
         )
 
+    # -- values of all workers -----------------------------------------------------------------
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all workers, by rank, on every worker.
+
+        All workers must call it: outside the loop, or in the loop under ``run.every(...)`` or ``if run.committed:``. If a worker
+        is lost meanwhile, the survivors' values are returned.
+
+        Args:
+            value: Plain values, tensors, or lists, tuples and dicts of them. It may differ between workers.
+
+        Returns:
+            One value for each worker. Tensors are on the host.
+
+        Raises:
+            UsageError: The value is not plain, or not all workers call it.
+
+        Example:
+            >>> seconds = run.gather(12.5)
+        """
+        return self._exchange("gather", lambda: gather_values(self.comm, value, "run.gather(...)"))
+
+    def mean(self, value: Any) -> Any:
+        """Return the mean of the values of all workers, on every worker. Each worker counts once, however many lanes it has.
+
+        All workers must call it, as ``run.gather``. Use ``run.log`` or ``run.evaluate`` for means over samples.
+
+        Args:
+            value: A number, or a tensor of the same shape on every worker.
+
+        Returns:
+            A float, or a tensor on the host.
+
+        Raises:
+            UsageError: The value is something else, or not all workers call it.
+
+        Example:
+            >>> seconds = run.mean(12.5)
+        """
+        return self._exchange("mean", lambda: mean_of_values(self.comm, value))
+
+    def broadcast(self, value: Any, source: int = 0) -> Any:
+        """Return the value of one worker, on every worker.
+
+        All workers must call it, as ``run.gather``. If that worker is lost meanwhile, its successor's value is returned.
+
+        Args:
+            value: Plain values, tensors, or lists, tuples and dicts of them. Only the value of rank ``source`` is used.
+            source: The rank whose value is returned.
+
+        Returns:
+            The value. Tensors are on the host.
+
+        Raises:
+            UsageError: The value is not plain, there is no such rank, or not all workers call it.
+
+        Example:
+            >>> words = run.broadcast(["a", "list", "that", "rank 0", "has", "read"] if run.is_main else None)
+        """
+        return self._exchange("broadcast", lambda: broadcast_value(self.comm, value, source))
+
+    def _exchange(self, name: str, call: Callable[[], T]) -> T:
+        self._loop.require_open()
+        self._loop.require_collective(f"run.{name}(...)", f"result = run.{name}(...)")
+        return self._collective(call)
+
     # -- the state ---------------------------------------------------------------------------
 
     def register(self, name: str, stateful: Any) -> None:
@@ -584,6 +710,7 @@ class Run:
         checkpoints = self._checkpoints
         if checkpoints is not None and self._undo:
             if sys.exc_info()[0] is None and self._state.began:
+                self._replay.end_script()
                 with suppress(PeerError):  # the other workers are gone, and their parts with them
                     checkpoints.finish(self.step)
             checkpoints.close()

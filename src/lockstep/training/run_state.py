@@ -15,6 +15,7 @@ from lockstep.observe.log import LaneLog
 from lockstep.training.parameter_groups import Groups, add_groups, missing_groups, read_groups
 from lockstep.training.progress import Progress
 from lockstep.training.step_gate import StepGate
+from lockstep.training.user_state import UserState
 
 
 class RunState:
@@ -27,9 +28,11 @@ class RunState:
         gate: StepGate,
         progress: Progress,
         log: LaneLog,
+        user_state: UserState,
         settings: dict[str, Any],
     ) -> None:
         self._model, self._engine, self._gate, self._progress, self._log = model, engine, gate, progress, log
+        self._user_state = user_state
         self.settings = settings
         self._shapes = {name: buffer.shape for name, buffer in engine.buffers.named()}
         self._registered: dict[str, Any] = {}
@@ -64,6 +67,7 @@ class RunState:
             "groups": self._groups(),
             "objects": dict(zip(self._gate.names(), (each.state_dict() for each in self._gate.objects), strict=True)),
             "registered": {name: each.state_dict() for name, each in self._registered.items()} | self._unclaimed,
+            "state": self._user_state.capture(),
         }
 
     def capture(self) -> dict[str, Any]:
@@ -93,6 +97,7 @@ class RunState:
         for name, each in self._registered.items():
             if name in self._unclaimed:
                 each.load_state_dict(self._unclaimed.pop(name))
+        self._user_state.restore(state["state"])
         self._progress.restore(state["progress"])
         self._log.restore(state["log"])
 
