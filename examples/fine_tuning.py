@@ -23,7 +23,7 @@ opt = torch.optim.AdamW(head.parameters(), lr=1e-2)
 sched = torch.optim.lr_scheduler.ExponentialLR(opt, 0.9)
 
 run = lockstep.Run(model, opt, sched, lanes=6, checkpoint="checkpoints", every="10 steps")
-for epoch in range(6):
+for epoch in run.epochs(6):
     if epoch == 2:
         backbone.requires_grad_(True)
         opt.add_param_group({"params": backbone.parameters(), "lr": 1e-3})

@@ -10,6 +10,8 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 
+PATIENCE = 2  # stop when as many epochs have passed without a better accuracy
+
 
 def make_images(count: int, seed: int) -> TensorDataset:
     """Noisy 8x8 images; the class says in which quarter the bright square is."""
@@ -19,24 +21,6 @@ def make_images(count: int, seed: int) -> TensorDataset:
     for image, quarter in zip(images, classes.tolist(), strict=True):
         image[0, 4 * (quarter // 2) :, 4 * (quarter % 2) :][:4, :4] += 0.7
     return TensorDataset(images, classes)
-
-
-class Patience:
-    """Says when `most` epochs have passed without a better accuracy. It is registered, so it survives an interruption."""
-
-    def __init__(self, most: int) -> None:
-        self.most, self.best, self.waited = most, 0.0, 0
-
-    def is_better(self, accuracy: float) -> bool:
-        self.waited = 0 if accuracy > self.best else self.waited + 1
-        self.best = max(self.best, accuracy)
-        return self.waited == 0
-
-    def state_dict(self) -> dict[str, float]:
-        return {"best": self.best, "waited": self.waited}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        self.best, self.waited = state["best"], int(state["waited"])
 
 
 torch.manual_seed(0)
@@ -54,21 +38,22 @@ def count_correct(batch: list[torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 run = lockstep.Run(model, opt, sched, lanes=6, checkpoint="checkpoints", every="10 steps")
-patience = Patience(most=2)
-run.register("patience", patience)
-for images, classes in run.shard(train, global_batch=60, shuffle=True, epochs=20):
-    loss = F.cross_entropy(model(images), classes)
-    loss.backward()
-    opt.step()
-    opt.zero_grad()
-    if run.every("epoch"):
-        sched.step()
-        accuracy = float(run.evaluate(count_correct, test, global_batch=60)["correct"]) / len(test)
-        if patience.is_better(accuracy) and run.is_main:
+for epoch in run.epochs(20):
+    for images, classes in run.shard(train, global_batch=60, shuffle=True):
+        loss = F.cross_entropy(model(images), classes)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        run.log(loss=loss)
+    sched.step()
+    accuracy = float(run.evaluate(count_correct, test, global_batch=60)["correct"]) / len(test)
+    if accuracy > run.state.get("best", 0):
+        run.state["best"], run.state["best_epoch"] = accuracy, epoch
+        if run.is_main:
             torch.save(model.state_dict(), "best.pt")
-        if patience.waited == patience.most:
-            break
-run.save()  # a loop that was left by break is not saved by itself
+    if epoch == run.state["best_epoch"] + PATIENCE:
+        break
+
 if run.is_main:
-    print(f"{run.step} steps, best accuracy {patience.best:.3f}")
+    print(f"{run.step} steps, best accuracy {run.state['best']:.3f}")
     print(run.fingerprint())

@@ -86,6 +86,8 @@ for epoch in range(6):
     sched.step()
 """
 
+UNFREEZE_IN_AN_EPOCH = UNFREEZE_BETWEEN_LOOPS.replace("range(6)", "run.epochs(6)")
+
 UNFREEZE_IN_THE_LOOP = """
 backbone.requires_grad_(False)
 opt = torch.optim.AdamW(head.parameters(), lr=0.1)
@@ -108,6 +110,7 @@ LOOPS = {
     "scheduler after each epoch": SCHEDULER_AFTER_EACH_EPOCH,
     "changes between loops": CHANGES_BETWEEN_LOOPS,
     "unfreeze between loops": UNFREEZE_BETWEEN_LOOPS,
+    "unfreeze in an epoch": UNFREEZE_IN_AN_EPOCH,
     "unfreeze in the loop": UNFREEZE_IN_THE_LOOP,
 }
 STEPS = 30
@@ -148,7 +151,7 @@ def test_a_killed_worker_is_replaced_and_the_result_is_the_same(name: str, expec
     assert len(run.notes("done")) == 2
 
 
-@pytest.mark.parametrize(("name", "workers"), list(zip(LOOPS, [(2, 1), (1, 2), (2, 3), (3, 2)], strict=True)))
+@pytest.mark.parametrize(("name", "workers"), list(zip(LOOPS, [(2, 1), (1, 2), (2, 3), (1, 2), (3, 2)], strict=True)))
 def test_a_run_that_is_cut_and_resumed_has_the_same_result(
     name: str, workers: tuple[int, int], expected: dict[str, str], start: Start
 ) -> None:
