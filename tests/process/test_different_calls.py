@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,6 +19,7 @@ from lockstep.errors import PeerError, UsageError
 from lockstep.plan.tree import fold
 from lockstep.world import World
 from tests.lane_jobs import BATCH, LANES, dataset, sgd
+from tests.launch import LaunchedRun
 from tests.models import MLP
 from tests.workers import run_workers
 
@@ -187,3 +189,43 @@ def test_workers_of_different_loops_do_not_commit_a_step(kind: str) -> None:
     for message, step in run_workers(retry, 3, kind):
         assert message.startswith(expected), message
         assert step == 0
+
+
+SCRIPT = """
+import torch
+import torch.nn.functional as F
+
+import lockstep
+from tests.models import MLP, data
+
+model = MLP()
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+run = lockstep.Run(model, opt, lanes=4)
+for x, y in run.shard(data(40), global_batch=8, epochs=40):
+    F.cross_entropy(model(x), y).backward()
+    {body}
+"""
+EVALUATES = """opt.step()
+    if run.rank == 0 and run.every(4): run.evaluate(lambda batch: {"n": len(batch[0])}, data(), global_batch=8)
+"""
+STEPS = """if run.rank == 0 or run.step < 4: opt.step()
+"""
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize(
+    ("body", "calls"),
+    [
+        (EVALUATES, [r"call run.evaluate with different arguments \(script.py:14, ", r"bucket 0 of step 4 \(script.py:12, "]),
+        (STEPS, [r"\(script.py:13, ", r"in the end of the loop body without SGD.step\(\) \(script.py:11, "]),
+    ],
+    ids=["run.evaluate", "opt.step"],
+)
+def test_a_call_on_rank_0_alone_ends_the_run_with_an_error_that_names_it(
+    body: str, calls: list[str], workers: int, launch: Callable[..., LaunchedRun]
+) -> None:
+    run = launch(SCRIPT.replace("{body}", body), "--hang-timeout", "5", workers=workers)
+    assert run.wait() == 1, run.dump()
+    for call in ("UsageError: the workers are in different calls: rank 0 is in ", *calls):
+        assert re.search(call, run.output()), run.dump()
+    assert "UnicodeDecodeError" not in run.output()

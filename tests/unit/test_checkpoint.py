@@ -301,6 +301,8 @@ def test_state_that_cannot_be_saved_is_named_after_the_first_step(tmp_path: Path
         ({"checkpoint": ""}, "names no folder"),
         ({"checkpoint": "nosuch://bucket"}, "cannot be reached"),
         ({"verify_every": -1}, "verify_every=-1"),
+        ({"checkpoint": None, "resume": "must"}, "resume='must' without checkpoint=: this run saves nothing"),
+        ({"checkpoint": None, "override": ("lr",)}, r"override=\('lr',\) without checkpoint="),
     ],
 )
 def test_wrong_arguments_are_refused(options: dict[str, Any], says: str, tmp_path: Path) -> None:

@@ -217,7 +217,7 @@ def test_a_checkpoint_that_is_gone_is_named(saved: str, tmp_path: Path) -> None:
 
 
 def resume_options(tmp_path: Path, optimizer: torch.optim.Optimizer, **options: Any) -> Checkpoints:
-    """Checkpoints with options that ``Run`` does not pass on yet, of an optimizer alone."""
+    """Checkpoints with these options, of an optimizer alone."""
 
     class State(OneWeight):
         def capture(self) -> dict[str, Any]:

@@ -109,7 +109,6 @@ def test_committed_and_every_are_true_once_per_step() -> None:
     run, model, opt = made(4)
     seen: list[tuple[int, bool, bool, bool]] = []
     shard = run.shard(data(40), global_batch=16, epochs=2)
-    assert len(shard) == 6
     for batch in shard:
         before = run.step
         turn(model, opt, batch)
@@ -285,6 +284,65 @@ def test_a_forgotten_step_is_told() -> None:
         for x, _ in run.shard(data(), global_batch=8):
             model(x).sum().backward()
     run.close()
+
+
+def test_the_fingerprint_is_that_of_the_weights_and_persistent_buffers() -> None:
+    def trained(lr: float = 0.1) -> str:
+        run, model, opt = made(2, build("cnn"))
+        opt.param_groups[0]["lr"] = lr
+        for batch in run.shard(data(16), global_batch=8):
+            turn(model, opt, batch)
+        before = run.fingerprint()
+        run.close()
+        assert run.fingerprint() == before
+        next(model.buffers()).add_(1)
+        assert run.fingerprint() != before
+        return before
+
+    assert trained() == trained() != trained(0.2)
+    assert len(trained()) == 64
+
+
+def test_gradient_accumulation_by_hand_is_answered_with_what_to_write_instead() -> None:
+    run, model, opt = made(2)
+    says = "Gradient accumulation needs no counting.*global_batch.*lanes.*run.steps"
+    with pytest.raises(UsageError, match=says):
+        for i, (x, y) in enumerate(run.shard(data(40), global_batch=8)):
+            (F.cross_entropy(model(x), y) / 4).backward()
+            if (i + 1) % 4 == 0:
+                opt.step()
+                opt.zero_grad()
+    run.close()
+
+
+@pytest.mark.parametrize(("samples", "lanes", "epochs"), [(40, 4, 2), (33, 4, 3), (3, 4, 1), (32, 1, 1)])
+def test_len_is_the_number_of_iterations(samples: int, lanes: int, epochs: int) -> None:
+    run, model, opt = made(lanes)
+    shard = run.shard(data(samples), global_batch=16, epochs=epochs)
+    expected, iterations = len(shard), 0
+    for batch in shard:
+        turn(model, opt, batch)
+        iterations += 1
+        assert len(shard) == expected
+    assert iterations == expected == len(shard)
+    run.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"batch_size": 32}, r"run.shard has no argument batch_size=. global_batch is the number .* Pass global_batch=32, or"),
+        ({"global_batch": 8, "shufle": True}, r"run.shard has no argument shufle=. Did you mean shuffle=\?"),
+        ({"global_batch": 8, "zzz": 1}, "no argument zzz=. Its arguments are: global_batch, shuffle, "),
+    ],
+)
+def test_arguments_that_run_shard_lacks_are_answered_with_those_it_has(arguments: dict[str, Any], says: str) -> None:
+    run, _, _ = made(2)
+    with pytest.raises(UsageError, match=says):
+        run.shard(data(), **arguments)
+    run.close()
+    with pytest.raises(UsageError, match=r"lockstep.Run has no argument lane=. Did you mean lanes=\?"):
+        made(lane=2)
 
 
 def test_an_optimizer_that_run_does_not_know_does_not_count() -> None:

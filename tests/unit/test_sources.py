@@ -386,6 +386,23 @@ def test_a_random_sampler_gives_the_same_order_to_a_worker_that_comes_later(open
     assert indices(epoch_of(later, 1, 4, 2)) == orders[2]
 
 
+def test_the_seed_of_a_samplers_generator_decides_the_order(opened: Opener) -> None:
+    def orders(seed: int) -> list[list[int]]:
+        generator = torch.Generator().manual_seed(seed)
+        before = generator.get_state()
+        sampler = RandomSampler(range(30), generator=generator)
+        first = opened(Noisy(30), sampler=sampler, epochs=2, collate_fn=listed)
+        found = [indices(epoch_of(first, 1, 4, epoch)) for epoch in (0, 1)]
+        again = opened(Noisy(30), sampler=sampler, epochs=2, collate_fn=listed)
+        assert [indices(epoch_of(again, 1, 4, epoch)) for epoch in (1, 0)] == found[::-1]
+        assert generator.get_state().equal(before)
+        return found
+
+    assert orders(1) == orders(1)
+    first, other = orders(1), orders(2)
+    assert len({*map(tuple, first + other)}) == 4
+
+
 def test_running_a_sampler_leaves_the_generators_alone(opened: Opener) -> None:
     saved = SavedRandomness()
     expected = noise()

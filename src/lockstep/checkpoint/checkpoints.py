@@ -131,7 +131,7 @@ class Checkpoints:
         manifest = found.manifest
         self._resumption.override(found.state)
         self._resumed_from = ResumedCheckpoint(found)
-        self._load(found.state, manifest)
+        self._load(found.state, manifest, resumes=True)
         kept = self._resumption.hyperparameters(manifest, print_notice if comm.rank == 0 else lambda line: None)
         self._ownership.resumed(RunIdentity(identity.launch, manifest.run or identity.run, kept))
         self._schedule.last_step = manifest.step
@@ -156,9 +156,9 @@ class Checkpoints:
         self._load(state, resumed.manifest)
         return True
 
-    def _load(self, state: dict[str, Any], manifest: Manifest) -> None:
+    def _load(self, state: dict[str, Any], manifest: Manifest, *, resumes: bool = False) -> None:
         try:
-            self._run_state.restore(state, resumes=True)
+            self._run_state.restore(state, resumes=resumes)
         except (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
             if isinstance(error, LockstepError):
                 raise

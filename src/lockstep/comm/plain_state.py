@@ -36,7 +36,11 @@ class Stateful(Protocol):
         """Return the whole state. Its tensors are those of the run, not copies."""
 
     def restore(self, state: Mapping[str, Any], *, resumes: bool = False) -> None:
-        """Put a captured state in place of this one. ``resumes``: the state is a checkpoint's, not another worker's."""
+        """Put a captured state in place of this one.
+
+        ``resumes``: the state is a checkpoint's, and the script has not reached the place yet at which the checkpoint was made.
+        There the state is restored again, without ``resumes``, if it differs.
+        """
 
     def replicated(self) -> dict[str, Any]:
         """Return the part of the state that must have the same bits on every worker."""

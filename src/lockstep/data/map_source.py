@@ -55,6 +55,13 @@ class MapSource:
         start, stop = self._positions(step % self.steps_in_epoch)
         return stop - start
 
+    def micro_batches_from(self, epoch: int, step: int, lanes: tuple[int, int]) -> int:
+        """Return how many micro-batches a worker with lanes [first, last) has, from that step of that epoch to the last epoch."""
+        last = len(plan_micro_batches(lanes, cut(self.samples_in_step(self.steps_in_epoch - 1), self._options.lanes)))
+        full = lanes[1] - lanes[0]  # every lane has samples in a full batch
+        epochs = self._options.epochs - epoch
+        return epochs * ((self.steps_in_epoch - 1) * full + last) - step * full if epochs > 0 else 0
+
     def order_fingerprint(self, epoch: int) -> int:
         """Return a fingerprint of the user's sampler in this epoch, or 0 without one: Lockstep's own orders need no comparison."""
         return 0 if self._options.sampler is None else self._sampler_order(epoch).fingerprint()
@@ -106,9 +113,8 @@ class MapSource:
     def _sampler_order(self, epoch: int) -> Order:
         """Run the user's sampler for one epoch. Keeps two epochs, because prefetching and seeking back cross the border of one."""
         if epoch not in self._sampler_orders:
-            seed = sample_seed(self._options.seed, epoch, 0, SAMPLER)
             with preserved_randomness():
-                self._sampler_orders[epoch] = Order(_run_sampler(self._options.sampler, epoch, seed))
+                self._sampler_orders[epoch] = Order(_run_sampler(self._options.sampler, epoch, self._options.seed))
             self._sampler_orders = {kept: self._sampler_orders[kept] for kept in list(self._sampler_orders)[-2:]}
         return self._sampler_orders[epoch]
 
@@ -186,13 +192,27 @@ def _length(sampler: Any) -> int:
 
 
 def _run_sampler(sampler: Any, epoch: int, seed: int) -> array[int]:
-    """Return one epoch's indices. A sampler may draw from the global generators or from its own ``generator``: both are seeded."""
+    """Return one epoch's indices. A sampler may draw from the global generators or from its own ``generator``: both are seeded.
+
+    The seed of the epoch depends on the seed that the user has given to ``generator``, whose state is the same afterwards.
+    """
     if hasattr(sampler, "set_epoch"):
         sampler.set_epoch(epoch)
     generator = getattr(sampler, "generator", None)
-    if isinstance(generator, torch.Generator):
-        generator.manual_seed(seed)
+    if not isinstance(generator, torch.Generator):
+        seed_everything(sample_seed(seed, epoch, 0, SAMPLER))
+        return _read_indices(sampler)
+    seed = sample_seed(seed, epoch, generator.initial_seed(), SAMPLER)
+    state = generator.get_state()
     seed_everything(seed)
+    generator.manual_seed(seed)
+    try:
+        return _read_indices(sampler)
+    finally:
+        generator.set_state(state)
+
+
+def _read_indices(sampler: Any) -> array[int]:
     indices = array("q")
     for index in sampler:
         try:

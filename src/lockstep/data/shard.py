@@ -42,6 +42,10 @@ class LoopDriver(LoaderDriver, Protocol):
 class ShardDriver(LoopDriver, Protocol):
     """What a Shard calls at each event of a loop. Every method may raise StepRestarted if it talks to other workers."""
 
+    @property
+    def next_loop_position(self) -> tuple[int, int] | None:
+        """The position at which the next loop of the script begins. None if the run has completed that loop already."""
+
     def start_step(self, step: StepPlan) -> None:
         """A step begins. The first of its micro-batches is loaded already."""
 
@@ -55,8 +59,9 @@ class ShardDriver(LoopDriver, Protocol):
 class Shard:
     """The iterable that ``run.shard`` returns: iterate over it as over a DataLoader.
 
-    One iteration is one micro-batch. ``len(shard)`` is the number of steps: a worker with several lanes has several iterations
-    in a step. A second loop over the same shard has a new order.
+    One iteration is one micro-batch. ``len(shard)`` is the number of iterations on this worker: one for each of its lanes that has
+    samples, in each step. It changes if the workers change. In a resumed run it is the number that remains. A second loop over the
+    same shard has a new order.
 
     Raises:
         UsageError: If the dataset cannot be loaded with these options.
@@ -65,9 +70,14 @@ class Shard:
     def __init__(self, driver: ShardDriver, dataset: Any, options: LoaderOptions) -> None:
         self._driver = driver
         self._loader = StepLoader(driver, dataset, options, needs_a_batch=True)
+        self._yielded = 0
+        self._length: int | None = None
+        """The number of iterations of the current loop; None if this shard is in no loop."""
 
     def __len__(self) -> int:
-        return len(self._loader)
+        if self._length is not None:
+            return self._length
+        return self._loader.micro_batches_from(self._driver.next_loop_position)
 
     def __iter__(self) -> Iterator[Any]:
         stage = self._driver.enter_loop(self._loader.settings)
@@ -77,10 +87,13 @@ class Shard:
             with self._loader.opened(stage):
                 while self._loader.is_incomplete:
                     try:
+                        if self._loader.has_length:
+                            self._length = self._yielded + self._loader.micro_batches_from(self._driver.position)
                         for step in self._loader.steps():
                             self._driver.start_step(step.plan)
                             for micro_batch, is_last in step.micro_batches:
                                 self._driver.start_micro_batch(micro_batch.lane, is_last)
+                                self._yielded += 1
                                 yield micro_batch.batch
                                 self._driver.end_micro_batch()
                     except StepRestarted:
@@ -90,4 +103,5 @@ class Shard:
             self._driver.loop_abandoned()
             raise
         finally:
+            self._yielded, self._length = 0, None
             self._driver.leave_loop()

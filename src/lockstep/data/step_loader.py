@@ -90,7 +90,7 @@ class StepLoader:
         self._driver, self._dataset, self._options, self._needs_a_batch = driver, dataset, options, needs_a_batch
         source = open_source(dataset, options)  # reports wrong arguments here, not at the first iteration
         self._source: MapSource | StreamSource | None = None
-        self._steps = source.steps if isinstance(source, MapSource) else None
+        self._map_source = source if isinstance(source, MapSource) else None
         self._last_batch: Any = None
         self.settings: dict[str, Any] = {
             "length": source.length if isinstance(source, MapSource) else None,
@@ -102,9 +102,21 @@ class StepLoader:
 
     def __len__(self) -> int:
         """The number of steps in all epochs."""
-        if self._steps is None:
+        return self._require_length().steps
+
+    @property
+    def has_length(self) -> bool:
+        return self._map_source is not None
+
+    def micro_batches_from(self, position: tuple[int, int] | None) -> int:
+        """Return how many micro-batches this worker has from there to the end of the last epoch. None: the loop is complete."""
+        source = self._require_length()
+        return 0 if position is None else source.micro_batches_from(*position, self._driver.lanes_here)
+
+    def _require_length(self) -> MapSource:
+        if self._map_source is None:
             raise TypeError("an iterable dataset has no length: its number of steps is known only at its end")
-        return self._steps
+        return self._map_source
 
     @contextmanager
     def opened(self, stage: int) -> Iterator[None]:

@@ -196,6 +196,7 @@ def _failure(error: BaseException) -> packets.Packet:
     while trace is not None and os.path.dirname(trace.tb_frame.f_code.co_filename) == os.path.dirname(__file__):
         trace = trace.tb_next  # skip our own frames
     error.__traceback__ = trace
+    sys.last_value = error  # as the interpreter does: exit handlers see that an exception has ended the script
     if sys.excepthook is not sys.__excepthook__:
         sys.excepthook(type(error), error, trace)
     text = "".join(traceback.format_exception(error))

@@ -58,7 +58,7 @@ class Evaluations:
         require_equal(
             comm,
             [["argument", "global_batch", str(global_batch)], ["dataset", "length", str(getattr(source, "length", None))]],
-            "evaluate different things",
+            "call run.evaluate with different arguments",
             "Pass the same dataset and global_batch on every worker.",
         )
         training = [module for module in self._model.modules() if module.training]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 from lockstep.comm.exchange import gather_bytes
@@ -27,7 +27,7 @@ from lockstep.observe.log import LaneLog
 from lockstep.plan.samples import MODEL, sample_seed
 from lockstep.training.between_steps import BetweenSteps
 from lockstep.training.consistency import Consistency
-from lockstep.training.loop_checks import require_complete, require_same_data
+from lockstep.training.loop_checks import require_complete, require_same_data, step_calls
 from lockstep.training.progress import CurrentLoop, Progress
 from lockstep.training.script_replay import LoopEntry, ScriptReplay
 from lockstep.training.step_commit import StepCommit
@@ -68,6 +68,10 @@ class TrainingLoop:
     @property
     def position(self) -> tuple[int, int]:
         return self._progress.position
+
+    @property
+    def next_loop_position(self) -> tuple[int, int] | None:
+        return self._replay.next_loop_position()
 
     @property
     def records_samples(self) -> bool:
@@ -173,12 +177,19 @@ class TrainingLoop:
         if self._engine.state is EngineState.DISCARDED and not loop.committed:
             self._log.discard_step(self._progress.step + 1, phase=0)
             raise StepRestarted
+        self._compare_ends(loop)
         require_complete(loop, self._progress.step, self._engine.state, self._gate.optimizers)
         self._weigh_logged(loop)
         if loop.committed:
             self._between_steps.run()
         if loop.generation != self._workers.generation:
             raise StepRestarted
+
+    def _compare_ends(self, loop: CurrentLoop) -> None:
+        """If the loop body has not called the optimizer, meet the other workers. If some have, all raise one error that says so."""
+        if loop.is_last and not loop.committed and self._engine.is_averaged:
+            with suppress(PeerError):
+                self._workers.comm.barrier(f"the end of the loop body without {step_calls(self._gate.optimizers)}")
 
     def _weigh_logged(self, loop: CurrentLoop) -> None:
         self._log.weigh(self._engine.weight_of(loop.lane))

@@ -23,6 +23,11 @@ def require_same_data(before: Mapping[str, Any], settings: Mapping[str, Any]) ->
             )
 
 
+def step_calls(optimizers: Sequence[Any]) -> str:
+    """Return the calls that commit a step, such as "SGD.step()"."""
+    return ", ".join(dict.fromkeys(f"{type(each).__name__}.step()" for each in optimizers))
+
+
 def require_complete(loop: CurrentLoop, step: int, state: EngineState, optimizers: Sequence[Any]) -> None:
     """Require that the loop body has called backward() and, in the last micro-batch of the step, the optimizer."""
     require_backward_returned(loop, step, state)
@@ -32,10 +37,12 @@ def require_complete(loop: CurrentLoop, step: int, state: EngineState, optimizer
             "workers wait for its gradients. To skip a batch, give it weight 0: run.weigh(0) before backward()."
         )
     if loop.is_last and not loop.committed:
-        names = ", ".join(dict.fromkeys(f"{type(each).__name__}.step()" for each in optimizers))
         raise UsageError(
-            f"the loop body ended without {names}, though the last lane of step {step} was averaged. "
-            "Call it in every iteration, on the optimizer that was passed to Run; it does nothing until the last lane."
+            f"the loop body ended without {step_calls(optimizers)}, though the last lane of step {step} was averaged. "
+            "Call it in every iteration, on the optimizer that was passed to Run; it does nothing until the last lane. "
+            "Gradient accumulation needs no counting: pass the samples of one optimizer step as global_batch to run.shard, and "
+            "the number of parts in which they are computed as lanes to Run, and leave the loss undivided. For a loop with one "
+            "iteration per optimizer step, use run.steps."
         )
 
 

@@ -21,6 +21,7 @@ from torch import nn
 
 from lockstep.checkpoint.checkpoints import CheckpointCallbacks, Checkpoints
 from lockstep.comm.base import Comm
+from lockstep.comm.plain_state import digest, flatten
 from lockstep.data.shard import Shard
 from lockstep.data.source import LoaderOptions
 from lockstep.data.steps import Steps
@@ -37,11 +38,13 @@ from lockstep.observe.log import LaneLog, Sink
 from lockstep.plan.lanes import assign_lanes
 from lockstep.plan.tree import fold
 from lockstep.training.alone_work import AloneWork
+from lockstep.training.argument_names import BATCH_SIZE, explain_unknown
 from lockstep.training.between_steps import BetweenSteps, BetweenStepsTask, LogExchange
 from lockstep.training.consistency import Consistency
 from lockstep.training.determinism import Determinism
 from lockstep.training.epochs import EpochLoops
 from lockstep.training.evaluation import Evaluations
+from lockstep.training.finished_run import FinishedRunNotice
 from lockstep.training.loop import TrainingLoop
 from lockstep.training.phases import Phases
 from lockstep.training.progress import Progress
@@ -85,6 +88,11 @@ class Run:
         every: How often a checkpoint is saved: "10min", "500 steps" or "1 epoch". One is also saved at the end of each loop and on
             SIGTERM.
         keep: How many checkpoints are kept.
+        resume: Whether the run begins from a checkpoint: "auto" (from the newest one in ``checkpoint``, if there is one), "must"
+            (the same, but a ``UsageError`` if there is none), "never" (it begins anew, and saves next to the checkpoints that are
+            there), or the folder of one checkpoint, such as "checkpoints/step-000000500-01a1e4fd0da4e3df".
+        override: Names of optimizers' hyperparameters, such as ``("lr",)``, for which a resumed run uses the script's value. For
+            all others it uses the checkpoint's, and names those that differ from the script's.
         verify_every: Replicas are compared every ``verify_every`` steps, and a replica that differs is restored. 0: never.
 
     Raises:
@@ -100,6 +108,7 @@ class Run:
         ...     optimizer.zero_grad()
     """
 
+    @explain_unknown("lockstep.Run")
     def __init__(
         self,
         model: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module],
@@ -116,9 +125,12 @@ class Run:
         checkpoint: str | os.PathLike[str] | None = None,
         every: str = "10min",
         keep: int = 3,
+        resume: str | os.PathLike[str] = "auto",
+        override: Sequence[str] = (),
         verify_every: int = 100,
     ) -> None:
         _require_sense(_one_module(model), lanes, seed, threads, bucket_mb, timeout_s, log_every, verify_every)
+        _require_checkpoint(checkpoint, resume, override)
         self.model: nn.Module = _one_module(model)
         self.seed, self.exact = seed, exact
         params = [p for _, p in parameters_of(self.model, ())]
@@ -136,7 +148,7 @@ class Run:
                 threads = threads if threads is not None or lanes is None or self.device.type != "cpu" else 1
                 self._undo.append(Determinism(self.model, threads).close)
             self._build_step(optimizers_and_schedulers, bucket_mb)
-            self._build_state(on_log, checkpoint, every, keep)
+            self._build_state(on_log, checkpoint, every, keep, resume, override)
             self._build_loop(log_every, verify_every)
             self._recovery.begin()
             self._state.began = True
@@ -182,19 +194,25 @@ class Run:
         )
         self._undo.append(self._gate.close)
 
-    def _build_state(self, on_log: Sink | None, checkpoint: Any, every: str, keep: int) -> None:
+    def _build_state(
+        self, on_log: Sink | None, checkpoint: Any, every: str, keep: int, resume: str | os.PathLike[str], override: Sequence[str]
+    ) -> None:
         """What workers share: the state, its checks, its checkpoints, and how it survives a change of workers."""
         settings = {"lanes": self.lanes, "exact": self.exact, "seed": self.seed}
         self._consistency = Consistency(self._workers, self._engine, self._gate, self.device, settings)
         self._evaluations = Evaluations(self.model, self._engine, self.lanes, self.seed)
         self._log = LaneLog([on_log] if on_log is not None else [])
         progress = self._progress
-        self._user_state = UserState(lambda: progress.loop is None or progress.committed)
+        self._user_state = UserState(lambda: progress.loop is None or progress.loop.may_meet)
         self._state = RunState(self.model, self._engine, self._gate, self._progress, self._log, self._user_state, settings)
         self._sigterm: Sigterm | None = None
         if checkpoint is not None:
             callbacks = CheckpointCallbacks(self._published, self._equal_at, self._resumed, lambda: self._log.share(self.comm))
-            self._checkpoints = Checkpoints(checkpoint, every, keep, self._state, lambda: self.comm, callbacks)
+            self._checkpoints = Checkpoints(
+                checkpoint, every, keep, self._state, lambda: self.comm, callbacks, resume=resume, override=override
+            )
+            self._finished_notice = FinishedRunNotice(self._progress, self._workers)
+            self._undo.append(self._finished_notice.close)
             if self._workers.link is None:
                 self._sigterm = Sigterm()
                 self._undo.append(self._sigterm.close)
@@ -269,7 +287,6 @@ class Run:
 
     def _rebind(self, comm: Comm) -> None:
         self._engine.rebind(comm)
-        self._consistency.new_generation()
         if self._checkpoints is not None:
             self._checkpoints.new_generation()
 
@@ -279,6 +296,7 @@ class Run:
             self._consistency.share_state()
 
     def _aligned(self, comm: Comm) -> None:
+        self._consistency.new_generation()  # a newcomer has adopted now which parameters are trained
         self._log.realign(comm)
         self._replay.new_generation()
 
@@ -305,6 +323,7 @@ class Run:
 
     def _resumed(self, step: int) -> None:
         self._progress.equal_at = step
+        self._finished_notice.resumed(step)
         progress = self._progress
         self._replay.resume_at(ScriptPosition(progress.stage, progress.was_in_loop, progress.result_count))
 
@@ -460,6 +479,7 @@ class Run:
             raise UsageError(f"run.epochs({count!r}): pass the number of epochs, a whole number of 0 or more.")
         return self._epoch_loops.iterate(count)
 
+    @explain_unknown("run.shard", {"batch_size": BATCH_SIZE})
     def shard(
         self,
         dataset: Any,
@@ -488,11 +508,13 @@ class Run:
             num_workers: How many loader processes each worker has; 0 loads in the worker's own process.
             collate_fn: Makes a batch from a list of samples, as in a DataLoader. A batch that it returns as None is skipped.
             pin_memory: As in a DataLoader. Default: True if the model is on a GPU.
-            sampler: Yields the indices of an epoch's samples, instead of ``shuffle``. It must yield the same on every worker.
+            sampler: Yields the indices of an epoch's samples, instead of ``shuffle``. It must yield the same on every worker. The
+                seed of its ``generator``, if it has one, and ``seed`` decide the order of each epoch.
             prefetch_factor: As in a DataLoader.
 
         Returns:
-            An iterable over micro-batches. Its ``len()`` is the number of steps.
+            An iterable over micro-batches. Its ``len()`` is the number of iterations on this worker, so that progress bars are
+            right. It changes when the workers change; in a resumed run it is the number that remains.
 
         Raises:
             UsageError: An argument cannot work.
@@ -512,6 +534,7 @@ class Run:
         )
         return Shard(self._loop, dataset, options)
 
+    @explain_unknown("run.steps", {"batch_size": BATCH_SIZE})
     def steps(
         self,
         dataset: Any,
@@ -607,6 +630,7 @@ class Run:
         elif loop.step.counts[loop.lane]:
             self._log.note(step, loop.lane, values, phase=loop.phase)
 
+    @explain_unknown("run.evaluate", {"batch_size": BATCH_SIZE})
     def evaluate(
         self,
         fn: Callable[[Any], Mapping[str, Any]],
@@ -732,6 +756,18 @@ class Run:
         self._loop.require_open()
         self._state.register(name, stateful)
 
+    def fingerprint(self) -> str:
+        """Return the SHA-256 of the model's parameters and persistent buffers, as 64 hexadecimal digits.
+
+        Two runs with equal fingerprints have the same weights, bit for bit: compare runs by it. Any worker may call it alone, also
+        after ``close()``; all workers have the same. It reads every parameter once.
+
+        Example:
+            >>> result = run.fingerprint()  # 3b03c75862afaba38876a1a602399d3b46cbecd333f906bc8bf51b5532ca4b3e, for example
+        """
+        weights = {name: tensor.detach().cpu() for name, tensor in sorted(self._state.weights().items())}
+        return digest(*flatten(weights, "the model")).hex()
+
     def save(self) -> None:
         """Save a checkpoint. All workers must call it.
 
@@ -849,3 +885,12 @@ def _require_sense(
         raise UsageError(f"seed={seed!r} is not a whole number. Pass an int.")
     if not bucket_mb > 0 or not timeout_s > 0:
         raise UsageError(f"bucket_mb={bucket_mb} and timeout_s={timeout_s} must both be positive.")
+
+
+def _require_checkpoint(checkpoint: Any, resume: str | os.PathLike[str], override: Sequence[str]) -> None:
+    if checkpoint is None and (resume != "auto" or override):
+        given = f"resume={resume!r}" if resume != "auto" else f"override={override!r}"
+        raise UsageError(
+            f"{given} without checkpoint=: this run saves nothing, and has no folder to resume from. Name one: "
+            'lockstep.Run(..., checkpoint="checkpoints").'
+        )

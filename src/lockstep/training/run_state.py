@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
 
 from lockstep.errors import UsageError
 from lockstep.gradients.lane_engine import LaneEngine
 from lockstep.observe.log import LaneLog
+from lockstep.training.parameter_groups import Groups, add_groups, missing_groups, read_groups
 from lockstep.training.progress import Progress
 from lockstep.training.step_gate import StepGate
 from lockstep.training.user_state import UserState
@@ -62,6 +64,7 @@ class RunState:
         return {
             "parameters": {name: param.detach() for name, param in self._engine.named},
             "buffers": {name: buffer.detach() for name, buffer in self._engine.buffers.named() if name in keep},
+            "groups": self._groups(),
             "objects": dict(zip(self._gate.names(), (each.state_dict() for each in self._gate.objects), strict=True)),
             "registered": {name: each.state_dict() for name, each in self._registered.items()} | self._unclaimed,
             "state": self._user_state.capture(),
@@ -78,15 +81,18 @@ class RunState:
         }
 
     def restore(self, state: Mapping[str, Any], *, resumes: bool = False) -> None:
-        """Adopt the state of another worker, or (``resumes``) of a checkpoint, which all workers adopt at once."""
+        """Adopt the state of another worker, or of a checkpoint, which all workers adopt at once.
+
+        If an optimizer lacks parameter groups of the state, they are added. With ``resumes`` it is left alone, and so are its
+        schedulers: the script may add the groups itself, on its way to the place of the checkpoint.
+        """
         if list(state["objects"]) != self._gate.names():
             raise UsageError(
                 f"the state belongs to a Run with {', '.join(state['objects']) or 'no objects'}; this Run has "
                 f"{', '.join(self._gate.names())}. Pass the same optimizers and schedulers in the same order."
             )
         self._restore_tensors(state)
-        for name, each in zip(self._gate.names(), self._gate.objects, strict=True):
-            each.load_state_dict(state["objects"][name])
+        self._restore_objects(state, resumes)
         self._unclaimed = dict(state["registered"])
         for name, each in self._registered.items():
             if name in self._unclaimed:
@@ -94,6 +100,23 @@ class RunState:
         self._user_state.restore(state["state"])
         self._progress.restore(state["progress"])
         self._log.restore(state["log"])
+
+    def _restore_objects(self, state: Mapping[str, Any], resumes: bool) -> None:
+        mine = self._groups()
+        theirs = state.get("groups", mine)  # checkpoints of earlier versions have no groups
+        lacking = {name: missing_groups(name, groups, theirs[name]) for name, groups in mine.items()}
+        objects = dict(zip(self._gate.names(), self._gate.objects, strict=True))
+        later = {id(objects[name]) for name, groups in lacking.items() if resumes and groups}
+        for name, each in objects.items():
+            if not later & {id(each), id(getattr(each, "optimizer", None))}:
+                add_groups(each, lacking.get(name, []), self._engine.named)
+                each.load_state_dict(state["objects"][name])
+
+    def _groups(self) -> dict[str, Groups]:
+        """Return the parameter groups of each optimizer."""
+        self._gate.require_known_parameters()
+        objects = zip(self._gate.names(), self._gate.objects, strict=True)
+        return {name: read_groups(each, self._engine.named) for name, each in objects if isinstance(each, Optimizer)}
 
     def _restore_tensors(self, state: Mapping[str, Any]) -> None:
         with torch.no_grad():

@@ -160,6 +160,16 @@ class ScriptReplay:
 
     # -- results -----------------------------------------------------------------------------
 
+    def next_loop_position(self) -> tuple[int, int] | None:
+        """Return the cursor at which the script's next loop begins, or None if the run has passed that loop already.
+
+        A newcomer does not know where the others are: for it, every loop begins at the beginning.
+        """
+        position, stage = self._position, self._progress.loops_reached
+        if position is None or stage > position.stage:
+            return (0, 0)
+        return self._progress.position if stage == position.stage else None
+
     def next_result(self) -> Recorded | None:
         """Return the recorded result of the collective between loops that the script has reached, or None if it must run.
 
