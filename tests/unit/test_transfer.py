@@ -53,7 +53,7 @@ def test_a_step_whose_averages_one_worker_lacks_is_repeated_by_all() -> None:
 
 
 def test_a_commit_without_the_averages_of_all_is_a_bug() -> None:
-    with pytest.raises(InvariantError, match="rank 0 has committed 5 steps and lacks averages"):
+    with pytest.raises(InvariantError, match="rank 0 has committed 5 phases and lacks averages"):
         aligned([WorkerProgress(5, 1), WorkerProgress(6, 0)])
 
 
