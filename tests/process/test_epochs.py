@@ -113,17 +113,28 @@ def test_run_epochs_has_the_same_result_on_three_workers(run_epochs_result: str,
 
 
 @pytest.mark.parametrize(
-    ("place", "hold_at"), [("first loop", 20), ("second loop", 20), ("between", 17), ("evaluated", 24), ("left", 30)]
+    ("place", "victim", "hold_at"),
+    [("first loop", 0, 20), ("second loop", 1, 20), ("between", 0, 17), ("evaluated", 0, 24), ("left", 0, 30), ("left", 1, 30)],
 )
 def test_a_replacement_begins_with_the_current_epoch(
-    place: str, hold_at: int, run_epochs_result: str, start: Callable[..., EpochsRun]
+    place: str, victim: int, hold_at: int, run_epochs_result: str, start: Callable[..., EpochsRun]
 ) -> None:
-    run = start("run", 3, "run_epochs.py", die_in=place, hold_at=hold_at)
+    run = start("run", 3, "run_epochs.py", die_in=place, victim=victim, hold_at=hold_at)
     run.wait_for_generation(2)
     run.hurry()
     assert run.result() == run_epochs_result
     assert len(run.notes("done")) == 3
     assert set(epochs_run_by(run, 3)) <= ({2, 3, 4} if place != "left" else {4}), run.dump()
+
+
+def test_a_replacement_that_is_slow_passes_the_epochs_that_are_over_meanwhile(
+    run_epochs_result: str, start: Callable[..., EpochsRun]
+) -> None:
+    run = start("run", 3, "run_epochs.py", die_in="first loop", hold_at=24, stall_until=24)  # step 24 belongs to epoch 4
+    run.wait_for_generation(2)
+    run.hurry()
+    assert run.result() == run_epochs_result
+    assert epochs_run_by(run, 3) == [2, 4]
 
 
 @pytest.mark.parametrize(("before", "after", "step", "epoch"), [(2, 3, 12, 2), (3, 1, 20, 3), (1, 2, 28, 4), (2, 2, 32, 5)])

@@ -1,8 +1,9 @@
 """Trains with run.epochs, run.state and run.epoch_means: two loops, an evaluation and plain code in each epoch, and early stopping.
 
 EPOCHS_CHECKPOINT: where checkpoints are saved. EPOCHS_HOLD_AT: from this step on the loop is slow until a file named hurry appears.
-EPOCHS_DIE_IN: worker 1 is killed at this place, once. It writes pid-<worker>, step, done-<worker>, the digest of its state, and
-ran-<worker>: the epochs whose code this worker has run.
+EPOCHS_DIE_IN: worker EPOCHS_VICTIM (1) is killed at this place, once. EPOCHS_STALL_UNTIL: at step 15 all wait until a replacement
+has begun, and the replacement waits in its first epoch until this step is committed. It writes pid-<worker>, step, done-<worker>,
+the digest of its state, and ran-<worker>: the epochs whose code this worker has run.
 """
 
 import os
@@ -23,13 +24,22 @@ hold_at = int(os.environ.get("EPOCHS_HOLD_AT", "60"))
 
 
 def die_in(place: str) -> None:
-    if worker == "1" and os.environ.get("EPOCHS_DIE_IN") == place and not Path("died").exists():
+    if worker == os.environ.get("EPOCHS_VICTIM", "1") and os.environ.get("EPOCHS_DIE_IN") == place and not Path("died").exists():
         Path("died").touch()
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def stall() -> None:
+    until = int(os.environ.get("EPOCHS_STALL_UNTIL", "0"))
+    while int(worker) > 2 and int(Path("step").read_text() or 0) < until:
+        time.sleep(0.01)
+    while until and run.step == 15 and not Path("ran-3").exists():
+        time.sleep(0.01)
+
+
 def train(samples: torch.utils.data.Dataset, epochs: int = 1) -> None:
     for x, y in run.shard(samples, global_batch=BATCH, shuffle=True, epochs=epochs):
+        stall()
         time.sleep(0.1 if run.step >= hold_at and not Path("hurry").exists() else 0)
         loss = F.cross_entropy(model(x), y)
         loss.backward()
@@ -58,6 +68,7 @@ for epoch in run.epochs(50):
     assert run.epoch == epoch
     with Path(f"ran-{worker}").open("a") as file:
         file.write(f"{epoch}\n")
+    stall()
     train(Augmented())
     sched.step()
     if epoch == 2:

@@ -23,14 +23,15 @@ class ScriptValues:
         self._state, self._log, self._device = state, log, device
 
     def copy(self) -> dict[str, Any]:
-        """Return a copy, as plain data."""
+        """Return a copy, as plain data. It has at most one tensor: there is a copy for each loop of the script."""
         skeleton, content = to_bytes(self._state.capture(), "run.state")
-        tensors = torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
+        tensors = [torch.frombuffer(bytearray(content), dtype=torch.uint8)] if content else []
         return {"state": skeleton, "tensors": tensors, **self._log.averages()}
 
     def adopt(self, copied: Mapping[str, Any]) -> None:
         """Replace the values by what ``copy`` returned."""
-        self._state.restore(from_bytes(copied["state"], bytes(buffer_of(copied["tensors"])), str(self._device)))
+        content = b"".join(bytes(buffer_of(tensor)) for tensor in copied["tensors"])
+        self._state.restore(from_bytes(copied["state"], content, str(self._device)))
         self._log.adopt_averages(copied)
 
     def forget_state(self) -> None:
