@@ -24,7 +24,7 @@ model = MLP()
 opt = torch.optim.AdamW(model.parameters(), lr={lr})
 sched = torch.optim.lr_scheduler.ExponentialLR(opt, 0.5)
 run = lockstep.Run(model, opt, sched, lanes=4, checkpoint="../checkpoints"{options})
-for epoch in range({epochs}):
+for epoch in {loop}({epochs}):
     for x, y in run.shard(data(40), global_batch=8, shuffle=True):
         F.cross_entropy(model(x), y).backward()
         opt.step()
@@ -45,8 +45,10 @@ def start(tmp_path: Path) -> Iterator[Start]:
     """Runs the script to its end. All runs of a test have one place for checkpoints."""
     started: list[LoopRun] = []
 
-    def start_here(epochs: int, options: str = "", *, lr: float = 0.1, workers: int = 0, end: str = "run.close()") -> LoopRun:
-        script = SCRIPT.format(lr=lr, epochs=epochs, options=options, end=end)
+    def start_here(
+        epochs: int, options: str = "", *, lr: float = 0.1, workers: int = 0, end: str = "run.close()", loop: str = "range"
+    ) -> LoopRun:
+        script = SCRIPT.format(lr=lr, epochs=epochs, options=options, end=end, loop=loop)
         run = LoopRun(script, tmp_path / str(len(started)), workers)
         started.append(run)
         run.wait()
@@ -57,19 +59,23 @@ def start(tmp_path: Path) -> Iterator[Start]:
         run.stop()
 
 
-@pytest.mark.parametrize(("workers", "end"), [(0, "run.close()"), (0, ""), (2, "")], ids=["closed", "not closed", "two workers"])
-def test_a_finished_run_that_is_started_again_says_what_to_do(workers: int, end: str, start: Start) -> None:
-    first = start(2)
-    again = start(2, workers=workers, end=end)
+@pytest.mark.parametrize(
+    ("loop", "workers", "end"),
+    [("range", 0, "run.close()"), ("range", 2, ""), ("run.epochs", 0, ""), ("run.epochs", 2, "run.close()")],
+)
+def test_a_finished_run_that_is_started_again_says_what_to_do(loop: str, workers: int, end: str, start: Start) -> None:
+    first = start(2, loop=loop)
+    again = start(2, loop=loop, workers=workers, end=end)
     assert again.result() == first.result()
     assert again.output().count(NOTHING_LEFT) == 1, again.dump()
     assert 'give it more epochs. To begin anew, pass resume="never" or another folder as checkpoint=' in again.output()
     assert "nothing left" not in first.output()
 
 
-def test_a_finished_run_continues_with_more_epochs(start: Start) -> None:
-    start(2)
-    longer = start(3)
+@pytest.mark.parametrize("loop", ["range", "run.epochs"])
+def test_a_finished_run_continues_with_more_epochs(loop: str, start: Start) -> None:
+    start(2, loop=loop)
+    longer = start(3, loop=loop)
     assert longer.result().startswith("15 ")
     assert "resumed at step 10" in longer.output()
     assert "nothing left" not in longer.output()
