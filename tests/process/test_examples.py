@@ -23,6 +23,9 @@ EXAMPLES = [
     "mixed_precision",
     "streaming",
     "distillation",
+    "dcgan",
+    "actor_critic",
+    "contrastive",
     pytest.param("compiled", marks=[pytest.mark.slow, needs_compiler]),
 ]
 DEADLINE_S = 240.0  # the first run of a compiled model compiles it
