@@ -81,7 +81,23 @@ run = lockstep.Run(
 )
 ema, is_member = Average(model), False
 run.register("ema", ema)
-for stage, epochs in enumerate((1, 1, 2, 1, 1)):
+
+
+def after_step() -> None:
+    """What the loop body does once per step, on every worker."""
+    global is_member
+    is_member = True  # a newcomer passes loops before
+    ema.update(model)
+    run.state["updates"] = run.state.get("updates", 0) + 1
+
+
+def note_step(step: int) -> None:
+    append(f"seen-{worker}.jsonl", [step, exact(run.logged)])
+    if run.is_main:
+        Path("step").write_text(str(step))
+
+
+def train_in_shards(epochs: int) -> None:
     for x, y in run.shard(Augmented(), global_batch=BATCH, shuffle=True, epochs=epochs, num_workers=loaders):
         obey_files()
         loss = F.cross_entropy(model(x), y)
@@ -96,13 +112,41 @@ for stage, epochs in enumerate((1, 1, 2, 1, 1)):
         scaler.update()
         opt.zero_grad()
         if run.committed:
-            is_member = True  # a newcomer passes loops before
-            ema.update(model)
-            append(f"seen-{worker}.jsonl", [run.step, exact(run.logged)])
-        if run.committed and run.is_main:
-            Path("step").write_text(str(run.step))
+            after_step()
+            note_step(run.step)
         if run.every(7):
             assert run.evaluate(lambda batch: {"n": len(batch[0])}, Augmented(), global_batch=BATCH) == {"n": SAMPLES}
+
+
+def train_in_phases(epochs: int) -> None:
+    """Two phases in each step, and two backwards for each lane of the first."""
+    for step in run.steps(Augmented(), global_batch=BATCH, shuffle=True, epochs=epochs, num_workers=loaders):
+        for x, y in step:
+            obey_files()
+            loss = F.cross_entropy(model(x), y)
+            scaler.scale(loss).backward()
+            scaler.scale(0.1 * model(x).square().mean()).backward()
+            run.log(early=loss, loss=loss)
+        scaler.step(opt)
+        scaler.update()
+        sizes = step.gather(lambda batch: len(batch[0]))
+        assert sum(sizes) in (BATCH, SAMPLES % BATCH)
+        opt.zero_grad()
+        for x, _ in step:
+            obey_files()
+            model(x).square().mean().backward()
+        for group in opt.param_groups:
+            group["lr"] *= 0.5
+        opt.step()
+        for group in opt.param_groups:
+            group["lr"] *= 2
+        opt.zero_grad()
+        after_step()
+        note_step(run.step + 1)
+
+
+for stage, epochs in enumerate((1, 1, 2, 1, 1)):
+    (train_in_phases if stage in (1, 3) else train_in_shards)(epochs)
     sched.step()
     seen = run.evaluate(lambda batch: {"n": len(batch[0]), "x": batch[0].sum()}, Augmented(), global_batch=BATCH)
     assert seen["n"] == SAMPLES
@@ -124,6 +168,7 @@ parts = {
     "scaler": scaler.state_dict(),
     "ema": ema.state_dict(),
     "logged": run.logged,
+    "state": dict(run.state),
     "evaluated": seen,
 }
 digests = {name: digest(*flatten(part, name)).hex()[:16] for name, part in parts.items()}

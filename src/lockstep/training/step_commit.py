@@ -27,6 +27,7 @@ class StepCommit:
         self._progress, self._engine, self._workers, self._journal = progress, engine, workers, journal
         self._ledger, self._seed = ledger, seed
         self._samples: dict[int, list[int]] = {}
+        self._recorded = (-1, -1)  # the step and the generation whose samples are in the ledger
 
     @property
     def records_samples(self) -> bool:
@@ -101,8 +102,11 @@ class StepCommit:
         seed_everything(lane_seed(seed, step, lane))
 
     def record_samples(self) -> None:
-        """Write this worker's samples to the ledger. Called before the first gradients of the last micro-batch are sent."""
-        loop = self._progress.loop
-        if self._ledger is not None and loop is not None and loop.step is not None:
-            position = (loop.stage, loop.step.epoch, loop.step.index)
-            self._ledger.record_samples(self._progress.step, loop.generation, position, self._samples)
+        """Write this worker's samples to the ledger, once. Called before the first gradients of the last micro-batch are sent."""
+        loop, step = self._progress.loop, self._progress.step
+        if self._ledger is None or loop is None or loop.step is None or self._recorded == (step, loop.generation):
+            return
+        self._recorded = (step, loop.generation)  # a step may have several phases
+        first, last = self._engine.my_lanes
+        samples = {lane: found for lane, found in self._samples.items() if first <= lane < last}
+        self._ledger.record_samples(step, loop.generation, (loop.stage, loop.step.epoch, loop.step.index), samples)
