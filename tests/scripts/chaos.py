@@ -146,7 +146,7 @@ def train_in_phases(epochs: int) -> None:
 
 
 for stage, epochs in enumerate((1, 1, 2, 1, 1)):
-    (train_in_phases if stage in (1, 3) else train_in_shards)(epochs)
+    (train_in_phases if stage in (0, 3) else train_in_shards)(epochs)
     sched.step()
     seen = run.evaluate(lambda batch: {"n": len(batch[0]), "x": batch[0].sum()}, Augmented(), global_batch=BATCH)
     assert seen["n"] == SAMPLES
