@@ -21,6 +21,7 @@ from typing import Any, Protocol, TypeVar
 from lockstep.data.shard import LoopDriver
 from lockstep.data.source import LoaderOptions, MicroBatch
 from lockstep.data.step_loader import LoadedStep, StepLoader, StepPlan, StepRestarted
+from lockstep.errors import UsageError
 
 T = TypeVar("T")
 
@@ -73,7 +74,7 @@ class Step:
     """
 
     def __init__(self, driver: StepsDriver, steps: _LoadedSteps) -> None:
-        self._driver, self._steps = driver, steps
+        self._driver, self._all_steps, self._number = driver, steps, steps.number
 
     def __len__(self) -> int:
         """How many micro-batches this worker has in the step."""
@@ -96,6 +97,15 @@ class Step:
                 return
             except StepRestarted:
                 continue
+
+    @property
+    def _steps(self) -> _LoadedSteps:
+        if self._all_steps.number != self._number:
+            raise UsageError(
+                "a step was used after its iteration: its batches and gradients are gone. Use it in the body of the loop over "
+                "run.steps(...) that it came from."
+            )
+        return self._all_steps
 
     @property
     def lane(self) -> int:
@@ -164,6 +174,8 @@ class _LoadedSteps:
 
     def __init__(self, driver: StepsDriver, loader: StepLoader) -> None:
         self._driver, self._loader = driver, loader
+        self.number = 0
+        """How many steps were loaded: a new one for every iteration."""
         self._generation: int | None = None
         self._steps: Iterator[LoadedStep] = iter(())
         self._current: LoadedStep | None = None
@@ -171,6 +183,7 @@ class _LoadedSteps:
 
     def advance(self) -> bool:
         """Load the step at the driver's position. Returns False if the loop is complete."""
+        self.number += 1
         while self._loader.is_incomplete:
             try:
                 if self._generation != self._driver.generation:
