@@ -207,7 +207,7 @@ class DistributedDataParallel(nn.Module):
             self._call_buffer_hook("PRE_FORWARD")
         if self._low_precision is None:
             outputs = self.module(*inputs, **kwargs)
-            if self._replica is None or self._replica.replaced:
+            if self._is_unconnected():
                 self._watch_unconnected(outputs)
         else:
             outputs = self._forward_low_precision(self._low_precision, inputs, kwargs)
@@ -220,30 +220,36 @@ class DistributedDataParallel(nn.Module):
         copies = low_precision.copy()
         with low_precision.use(copies):
             outputs = self.module(*inputs, **kwargs)
-        if self._replica is None or self._replica.replaced:
+        if self._is_unconnected():
             self._watch_unconnected(outputs)  # before the module holds the copies in backward: a Replica hooks the parameters
         low_precision.use_in_backward(copies, outputs)
         return outputs
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _watch_unconnected(self, outputs: Any) -> None:
-        """This wrapper is a copy, or another wrapper has hooked the module since: decide what to do when a backward comes."""
+        """This wrapper is a copy, or another wrapper has hooked the module since: connect when a backward comes."""
         if torch.is_grad_enabled():
             for tensor in find_tensors(outputs):
                 on_backward(tensor, self._connect_in_backward)
 
     def _connect_in_backward(self) -> None:
-        """The first backward of a copy, on all ranks. Raises UsageError if another wrapper has hooked the module."""
+        """Called inside a backward of a wrapper without connections. Collective, unless this backward is not averaged.
+
+        Raises:
+            UsageError: If another wrapper has hooked the module.
+        """
         with _connecting, _torch_errors():
-            if not self._syncs_when_connected:
+            if not self._syncs_when_connected or not self._is_unconnected():
                 return
-            if self._replica is not None and self._replica.replaced:
+            if find_replica(self.module) is not None:
                 raise UsageError(
                     f"two DistributedDataParallel wrap this {type(self.module).__name__}, and this is the older one: its gradients "
-                    "would be averaged twice. Train through the wrapper that was made last."
+                    "would be averaged twice. Train through the wrapper that was made last, or delete that wrapper."
                 )
-            if self._replica is None:
-                self._connect(replace(self._options, init_sync=False), self._comm, None).enter_backward()
+            self._connect(replace(self._options, init_sync=False), self._comm, self.process_group).enter_backward()
+
+    def _is_unconnected(self) -> bool:
+        return self._replica is None or self._replica.replaced
 
     @property
     def require_backward_grad_sync(self) -> bool:
