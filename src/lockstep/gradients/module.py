@@ -66,8 +66,9 @@ class HookedModule:
 
     def hook(self, owner: OutputWatcher) -> None:
         """Register the forward hook. From now on no other module may hook these parameters."""
-        is_container = isinstance(self._module, (nn.ModuleList, nn.ModuleDict))  # it has no forward: its children are called
-        called = [self._module, *(self._module.children() if is_container else ())]
+        called = [self._module]
+        if isinstance(self._module, (nn.ModuleList, nn.ModuleDict)):
+            called += self._module.children()  # the container itself has no forward; its hook only marks it
         self._handles = [module.register_forward_hook(ForwardHook(owner)) for module in called]
         for _, param in self.named:
             _hooked_params[param] = True
@@ -127,6 +128,11 @@ def parameters_of(module: nn.Module, ignore: Sequence[str]) -> list[tuple[str, n
     if not any(param.is_floating_point() or param.is_complex() for _, param in found):
         raise UsageError(f"this {type(module).__name__} has no parameters to train. Pass the model itself, not a loss.")
     return found
+
+
+def any_hooked(module: nn.Module) -> bool:
+    """Whether a parameter of ``module`` belongs to a hooked module."""
+    return any(param in _hooked_params for param in module.parameters())
 
 
 def device_of(params: Sequence[Tensor]) -> torch.device:
