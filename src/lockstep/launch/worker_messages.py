@@ -37,6 +37,8 @@ def event_of(worker: int, pid: int | None, packet: Packet) -> events.Event | Non
                 return events.LeaveRequested(worker)
             case "failed":
                 return events.ScriptRaised(worker, int(packet["step"]), str(packet["error"]), str(packet.get("place", "")))
+            case "rank read":
+                return events.RankRead(worker, bool(packet.get("needs_peers", False)))
             case "finished":
                 return events.ScriptFinished(worker)
     except _MALFORMED:

@@ -117,7 +117,7 @@ class ZygoteClient:
             return open(os.devnull, "ab")
 
     def fork(self, specs: Sequence[WorkerSpec], descriptors: Sequence[int]) -> None:
-        """Request workers. Three descriptors for each (worker.Descriptors), which are closed here."""
+        """Request workers. ``descriptors``: those of each worker (worker.Descriptors), which are closed here."""
         zygote = self._current or self.start()
         zygote.requested.update(spec.id for spec in specs)
         zygote.connection.settimeout(_SEND_TIMEOUT_S)  # the socket takes hundreds of requests before it would block
