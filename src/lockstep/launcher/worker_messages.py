@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 
-from lockstep.launch.console import Progress
-from lockstep.launch.packets import Packet
+from lockstep.launcher.console import Progress
+from lockstep.launcher.packets import Packet
 from lockstep.plan import membership_events as events
 
 _MAX_CHARS = 200

@@ -12,7 +12,7 @@ import select
 import selectors
 import signal
 
-from lockstep.launch.worker import WorkerSpec
+from lockstep.launcher.worker import WorkerSpec
 
 _READ_BYTES = 4096
 

@@ -12,7 +12,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from lockstep.launch.nonblocking_output import NonblockingOutput
+from lockstep.launcher.nonblocking_output import NonblockingOutput
 
 _REDRAW_S = 0.1
 _PLAIN_S = 5.0

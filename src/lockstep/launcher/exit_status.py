@@ -10,7 +10,7 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
-from lockstep.launch.console import Console, Failure, first_line
+from lockstep.launcher.console import Console, Failure, first_line
 from lockstep.plan.membership_events import End
 
 

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from lockstep.launch import linux, packets
-from lockstep.launch.standard_input import StandardInput
-from lockstep.launch.worker import Descriptors, Entrypoint, WorkerSpec
-from lockstep.launch.zygote_client import ZygoteClient
+from lockstep.launcher import linux, packets
+from lockstep.launcher.standard_input import StandardInput
+from lockstep.launcher.worker import Descriptors, Entrypoint, WorkerSpec
+from lockstep.launcher.zygote_client import ZygoteClient
 
 _WORKERS_PER_REQUEST = packets.MAX_DESCRIPTORS // len(Descriptors._fields)
 _READ_BYTES = 1 << 16

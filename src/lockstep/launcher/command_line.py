@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import UsageError
-from lockstep.launch import packets
-from lockstep.launch.arguments import did_you_mean, seconds, whole_number, write
-from lockstep.launch.run_folder import RunFolder, connect
-from lockstep.launch.worker import Entrypoint
+from lockstep.launcher import packets
+from lockstep.launcher.arguments import did_you_mean, seconds, whole_number, write
+from lockstep.launcher.run_folder import RunFolder, connect
+from lockstep.launcher.worker import Entrypoint
 
 _SCALE_TIMEOUT_S = 10.0
 _DEBUG_HANG_TIMEOUT_S = 7 * 86400.0
@@ -58,7 +58,7 @@ def add_parsers(commands: Any) -> None:
 
 def run(given: argparse.Namespace) -> int:
     """Run a script or a module on several workers. Returns the exit code of the script."""
-    from lockstep.launch.agent import Agent, Settings
+    from lockstep.launcher.agent import Agent, Settings
     from lockstep.plan.membership_state import Policy
 
     entrypoint = _entrypoint(given)

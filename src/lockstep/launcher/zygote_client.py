@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import BinaryIO, Protocol
 
 import lockstep
-from lockstep.launch import packets
-from lockstep.launch.environment import THREAD_VARIABLES, WORKER_VARIABLES
-from lockstep.launch.idle_times import IdleTimes
-from lockstep.launch.worker import Entrypoint, WorkerSpec
+from lockstep.launcher import packets
+from lockstep.launcher.environment import THREAD_VARIABLES, WORKER_VARIABLES
+from lockstep.launcher.idle_times import IdleTimes
+from lockstep.launcher.worker import Entrypoint, WorkerSpec
 
 _MAX_FAILED_STARTS = 3
 _SEND_TIMEOUT_S = 30.0
@@ -88,7 +88,7 @@ class ZygoteClient:
         """Start a zygote. It imports torch in the background."""
         connection, remote = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-        command = [sys.executable, *flags, "-P", "-m", "lockstep.launch.zygote", str(remote.fileno()), str(os.getpid())]
+        command = [sys.executable, *flags, "-P", "-m", "lockstep.launcher.zygote", str(remote.fileno()), str(os.getpid())]
         with self._open_log() as log, remote:
             process = subprocess.Popen(
                 command,

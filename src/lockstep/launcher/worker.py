@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from lockstep.launch import packets, rank_reads
-from lockstep.launch.linux import die_with_parent
+from lockstep.launcher import packets, rank_reads
+from lockstep.launcher.linux import die_with_parent
 
 step_now: Callable[[], int] | None = None
 """lockstep.Run sets this in its process: returns the current step, which is reported if the script raises."""

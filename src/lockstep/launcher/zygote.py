@@ -2,7 +2,7 @@
 
 Hand-written, because multiprocessing's forkserver is the parent of what it forks: if it dies, the agent cannot see how workers end.
 
-Started by the agent as ``python -P -m lockstep.launch.zygote FD AGENT_PID``. Packets on FD:
+Started by the agent as ``python -P -m lockstep.launcher.zygote FD AGENT_PID``. Packets on FD:
 
     agent -> zygote   {"type": "prepare", "preload": [...], "entrypoint": {...}, "restored_env": {...}}   once, first
                       {"type": "fork", "workers": [{"id", "env", "threads"}, ...]}   with the Descriptors of each worker
@@ -25,9 +25,9 @@ import sys
 import threading
 from typing import Any
 
-from lockstep.launch import packets
-from lockstep.launch.linux import die_with_parent, threads
-from lockstep.launch.worker import Descriptors, Entrypoint, WorkerSpec, become_worker, exit_process, run_script
+from lockstep.launcher import packets
+from lockstep.launcher.linux import die_with_parent, threads
+from lockstep.launcher.worker import Descriptors, Entrypoint, WorkerSpec, become_worker, exit_process, run_script
 
 PRELOAD = (
     "torch",

@@ -15,25 +15,25 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lockstep.launch import packets
-from lockstep.launch.console import Console, Failure, worker_name
-from lockstep.launch.control_socket import ControlSocket
-from lockstep.launch.environment import RunSettings, threads_per_worker, worker_environment
-from lockstep.launch.exit_status import ExitStatus
-from lockstep.launch.idle_times import IdleTimes
-from lockstep.launch.key_value_store import KeyValueStore
-from lockstep.launch.local_ranks import LocalRanks
-from lockstep.launch.logs import Logs
-from lockstep.launch.master_port import MasterPort
-from lockstep.launch.nonblocking_output import NonblockingOutput
-from lockstep.launch.own_clock import OwnClock
-from lockstep.launch.recorded_results import RecordedResults
-from lockstep.launch.run_folder import RunFolder
-from lockstep.launch.shutdown import Shutdown
-from lockstep.launch.standard_input import StandardInput
-from lockstep.launch.worker import STACK_SIGNAL, Entrypoint, WorkerSpec
-from lockstep.launch.worker_messages import event_of, progress_of
-from lockstep.launch.worker_processes import WorkerProcesses
+from lockstep.launcher import packets
+from lockstep.launcher.console import Console, Failure, worker_name
+from lockstep.launcher.control_socket import ControlSocket
+from lockstep.launcher.environment import RunSettings, threads_per_worker, worker_environment
+from lockstep.launcher.exit_status import ExitStatus
+from lockstep.launcher.idle_times import IdleTimes
+from lockstep.launcher.key_value_store import KeyValueStore
+from lockstep.launcher.local_ranks import LocalRanks
+from lockstep.launcher.logs import Logs
+from lockstep.launcher.master_port import MasterPort
+from lockstep.launcher.nonblocking_output import NonblockingOutput
+from lockstep.launcher.own_clock import OwnClock
+from lockstep.launcher.recorded_results import RecordedResults
+from lockstep.launcher.run_folder import RunFolder
+from lockstep.launcher.shutdown import Shutdown
+from lockstep.launcher.standard_input import StandardInput
+from lockstep.launcher.worker import STACK_SIGNAL, Entrypoint, WorkerSpec
+from lockstep.launcher.worker_messages import event_of, progress_of
+from lockstep.launcher.worker_processes import WorkerProcesses
 from lockstep.plan import membership_events as events
 from lockstep.plan.membership import begin, decide
 from lockstep.plan.membership_hangs import is_watching
