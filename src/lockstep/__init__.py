@@ -18,7 +18,9 @@ _MODULES = {
     "PeerError": "lockstep.errors",
     "Run": "lockstep.training.run",
     "UsageError": "lockstep.errors",
+    "WorkerError": "lockstep.errors",
     "World": "lockstep.world",
+    "launch": "lockstep.launcher.function_launch",
     "replica_of": "lockstep.replicas.replicate",
     "replicate": "lockstep.replicas.replicate",
 }
@@ -31,13 +33,16 @@ __all__ = [
     "PeerError",
     "Run",
     "UsageError",
+    "WorkerError",
     "World",
+    "launch",
     "replica_of",
     "replicate",
 ]
 
 if TYPE_CHECKING:
-    from lockstep.errors import CorruptionError, InvariantError, LockstepError, PeerError, UsageError
+    from lockstep.errors import CorruptionError, InvariantError, LockstepError, PeerError, UsageError, WorkerError
+    from lockstep.launcher.function_launch import launch
     from lockstep.replicas.ddp import DistributedDataParallel
     from lockstep.replicas.replicate import replica_of, replicate
     from lockstep.training.run import Run

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
 import os
 import socket
@@ -37,8 +38,9 @@ class RunFolder:
         Raises UsageError if the folder cannot be made, belongs to another user, or if another run uses it now.
         """
         name = time.strftime("%Y%m%d-%H%M%S", time.localtime(now)) + f"-{os.getpid()}"
-        path = Path(requested) if requested is not None else Path("lockstep-runs") / name
-        path = Path(os.path.abspath(path))
+        path = Path(os.path.abspath(requested if requested is not None else Path("lockstep-runs") / name))
+        if requested is None and path.exists():  # this process has started another run in this second
+            path = next(other for count in itertools.count(2) if not (other := path.with_name(f"{name}-{count}")).exists())
         _require_utf8(path)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -85,14 +87,26 @@ class RunFolder:
         except OSError as error:  # a full disk must not end the run
             self.error = self.error or error
 
+    def remove_store(self) -> None:
+        """All workers are gone. Workers that are started in their place must not meet the others in their store."""
+        _unlink(self.store)
+
     def close(self) -> None:
         for path in (self.socket_path, self.store, self.path / "agent.pid"):
-            try:
-                path.unlink(missing_ok=True)
-            except OSError:
-                pass  # the disk has become read-only: the lock says that no run uses the folder any more
+            _unlink(path)  # if it cannot be removed, the lock still says that no run uses the folder any more
+        self.leave()
+
+    def leave(self) -> None:
+        """Close the folder in this process. It stays in use if a fork of this process has it."""
         os.close(self._folder)
         os.close(self._events)
+
+
+def _unlink(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError:
+        pass  # the disk has become read-only
 
 
 def connect(path: Path, timeout_s: float) -> socket.socket:
@@ -160,7 +174,9 @@ def _short(path: Path, folder: str) -> str:
 def _move_aside(path: Path) -> None:
     for name in ("agent.sock", "store"):  # with an old store, workers would find those of the earlier run
         (path / name).unlink(missing_ok=True)
-    left = [entry for name in ("events.jsonl", "workers", "ledger", "zygote.txt") if (entry := path / name).exists()]
+    left = [
+        entry for name in ("events.jsonl", "workers", "ledger", "zygote.txt", "outcome.json") if (entry := path / name).exists()
+    ]
     if not left:
         return
     number = 1
