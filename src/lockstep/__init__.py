@@ -19,6 +19,7 @@ _MODULES = {
     "Run": "lockstep.training.run",
     "UsageError": "lockstep.errors",
     "World": "lockstep.world",
+    "patch": "lockstep.replicas.torch_patch",
     "replica_of": "lockstep.replicas.replicate",
     "replicate": "lockstep.replicas.replicate",
 }
@@ -32,19 +33,24 @@ __all__ = [
     "Run",
     "UsageError",
     "World",
+    "patch",
     "replica_of",
     "replicate",
 ]
 
 if TYPE_CHECKING:
+    from lockstep import integrations as integrations
     from lockstep.errors import CorruptionError, InvariantError, LockstepError, PeerError, UsageError
     from lockstep.replicas.ddp import DistributedDataParallel
     from lockstep.replicas.replicate import replica_of, replicate
+    from lockstep.replicas.torch_patch import patch
     from lockstep.training.run import Run
     from lockstep.world import World
 
 
 def __getattr__(name: str) -> Any:
+    if name == "integrations":
+        return importlib.import_module("lockstep.integrations")
     module = _MODULES.get(name)
     if module is None:
         raise AttributeError(f"module 'lockstep' has no attribute {name!r}; it has {', '.join(__all__)}")

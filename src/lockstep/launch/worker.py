@@ -20,8 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+import lockstep
 from lockstep.launch import packets
 from lockstep.launch.linux import die_with_parent
+from lockstep.world import patch_requested
 
 step_now: Callable[[], int] | None = None
 """lockstep.Run sets this in its process: returns the current step, which is reported if the script raises."""
@@ -95,6 +97,8 @@ def run_script(entrypoint: Entrypoint, spec: WorkerSpec, restored_env: dict[str,
     _set_up_libraries(spec.threads)
     report: packets.Packet = {"type": "finished", "code": 0}
     try:
+        if patch_requested():
+            lockstep.patch()
         _run_as_main(entrypoint)
     except SystemExit as exit:
         code, text = _exit_code(exit.code)
