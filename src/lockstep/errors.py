@@ -24,6 +24,13 @@ class UsageError(LockstepError, ValueError):
     """
 
 
+class TorchUsageError(UsageError, RuntimeError, TypeError):
+    """A UsageError of ``DistributedDataParallel``, under every type that torch's class of that name raises for wrong use.
+
+    A script that catches torch's ``RuntimeError``, ``ValueError`` or ``TypeError`` catches it too. Catch ``UsageError``.
+    """
+
+
 class PeerError(LockstepError, RuntimeError):
     """Raised if another worker died, hangs or left while this worker waited for it.
 

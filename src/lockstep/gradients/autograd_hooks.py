@@ -99,6 +99,11 @@ class AutogradHooks:
             if tensor.grad_fn is not None:  # a leaf would get one more hook in every forward
                 tensor.register_hook(self._output_reached)
 
+    @property
+    def keys(self) -> list[int]:
+        """The keys of these hooks among all post-accumulate-grad hooks of each parameter."""
+        return [handle.id for handle in self._handles]
+
     def remove(self) -> None:
         """Remove the hooks. May be called twice."""
         self.enabled = False
@@ -107,6 +112,10 @@ class AutogradHooks:
         self._handles = []
 
     def _output_reached(self, grad: Tensor) -> None:
+        self.enter_backward()
+
+    def enter_backward(self) -> None:
+        """A backward has reached an output of the module. Called inside that backward."""
         if self.enabled:
             with self._lock:
                 if _current_task() != self._task:
@@ -208,3 +217,15 @@ def find_tensors(value: Any, depth: int = 4) -> Iterator[Tensor]:
             yield from find_tensors(getattr(value, field.name, None), depth - 1)
     elif hasattr(value, "__dict__"):
         yield from find_tensors(vars(value), depth - 1)
+
+
+def on_backward(tensor: Tensor, begin: Callable[[], None], end: Callable[[], None] | None = None) -> None:
+    """Call ``begin()`` when a backward reaches ``tensor``, and ``end()`` when that backward ends. Does nothing for a leaf."""
+
+    def reached(_: Tensor) -> None:
+        begin()
+        if end is not None:
+            torch.autograd.Variable._execution_engine.queue_callback(end)  # type: ignore[no-untyped-call]
+
+    if tensor.grad_fn is not None:
+        tensor.register_hook(reached)

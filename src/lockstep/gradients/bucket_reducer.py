@@ -18,7 +18,7 @@ backwards how often each gradient fires. It waits until the end of the backward 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 import torch
@@ -27,6 +27,8 @@ from torch import Tensor
 from lockstep.comm.base import Comm, Pending, real
 from lockstep.errors import UsageError
 from lockstep.plan.buckets import BucketPlan, BucketSpec, ParamSpec, plan_buckets
+
+_profiler_runs: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
 
 class Bucket:
@@ -139,7 +141,12 @@ class BucketReducer(ABC, Generic[B]):
         """Launch the buckets that are full and next in plan order, except the last one; at the end of a backward, all the rest."""
         limit = len(self._buckets) - (not at_end)
         while self._launched < limit and (at_end or self._buckets[self._launched].missing == 0):
-            self._pending.append(self._launch(self._buckets[self._launched]))
+            bucket = self._buckets[self._launched]
+            if _profiler_runs():  # record_function costs microseconds even if no profiler runs
+                with torch.profiler.record_function(f"lockstep::reduce bucket {bucket.index}"):
+                    self._pending.append(self._launch(bucket))
+            else:
+                self._pending.append(self._launch(bucket))
             self._launched += 1
 
     def _too_late(self, index: int) -> UsageError:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.errors import PeerError, UsageError
+from lockstep.errors import PeerError, TorchUsageError
 from lockstep.gradients.ddp_bucket import DdpBucket
 
 Hook = Callable[[Any, Any], "torch.futures.Future[Tensor]"]
@@ -71,7 +71,7 @@ class HookPending:
             (result,) = result
         if not isinstance(result, Tensor) or result.numel() != self._bucket.flat.numel():
             found = f"{tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
-            raise UsageError(
+            raise TorchUsageError(
                 f"the communication hook returned {found} for {self._what}. It must return a future of one tensor with the "
                 f"{self._bucket.flat.numel()} elements of the bucket."
             )
@@ -83,10 +83,10 @@ class HookPending:
 
 
 def run_hook(hook: Hook, state: Any, bucket: DdpBucket, is_last: bool, what: str, timeout_s: float) -> HookPending:
-    """Call the hook for one bucket. Does not wait. Raises UsageError if the hook does not return a future."""
+    """Call the hook for one bucket. Does not wait. Raises TorchUsageError if the hook does not return a future."""
     future = hook(state, GradBucket(bucket, is_last))
     if not isinstance(future, torch._C.Future):
-        raise UsageError(
+        raise TorchUsageError(
             f"the communication hook returned {type(future).__name__} for {what}. It must return a torch.futures.Future."
         )
     return HookPending(future, bucket, what, timeout_s)

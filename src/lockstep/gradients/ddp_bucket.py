@@ -35,7 +35,7 @@ class DdpBucket(Bucket):
             param, view = self.params[slot], self.gradients[slot]
             grad = param.grad
             if grad is None:
-                self.missing += 1  # a hook of the user removed it: ``complete`` reports it as absent
+                self.missing += 1  # undefined in autograd, or a hook of the user removed it: ``complete`` reports it as absent
                 continue
             taken[self.members[slot]] = 1
             if grad is view:

@@ -4,7 +4,8 @@ Note: what a parameter sends
 ----------------------------
 At the end of a synchronised backward every planned parameter has sent something. A parameter with a ``grad`` sends it. (The
 gradient may come from this backward, from earlier ones under ``no_sync``, or from an earlier synchronised backward of the same
-step; in the last case it is equal on all ranks, and the mean keeps it.) A parameter without a ``grad`` sends zeros. A presence
+step; in the last case it is equal on all ranks, and the mean keeps it.) A parameter without a ``grad`` sends zeros, even if its
+hook fired: autograd calls the hook of a parameter whose gradient is undefined (a custom function returned None for it). A presence
 element, 1 or 0, for every parameter is sent at the end of the last bucket. A rank reads the sums of the presence elements only if
 it lacks a gradient: if some rank had one, the mean becomes ``grad``; if none had, ``grad`` stays None, as in one process. On CUDA
 a rank that lacks nothing never synchronises with the device.
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from lockstep.comm.base import Comm, Op, Pending
-from lockstep.errors import UsageError
+from lockstep.errors import TorchUsageError
 from lockstep.gradients.bucket_reducer import BucketReducer
 from lockstep.gradients.comm_hook import Hook, run_hook
 from lockstep.gradients.ddp_bucket import DdpBucket
@@ -49,6 +50,21 @@ class _Scaling:
     after: bool = False
 
 
+class CastPending:
+    """A reduction in another dtype: the constructor casts and sends, ``wait`` copies the sum back into ``wire``."""
+
+    def __init__(self, comm: Comm, wire: Tensor, dtype: torch.dtype, what: str) -> None:
+        self._wire, self._cast = wire, wire.to(dtype)
+        self._pending = comm.reduce(self._cast, "sum", what)
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        self._pending.wait(timeout_s)
+        self._wire.copy_(self._cast)
+
+    def done(self) -> bool:
+        return self._pending.done()
+
+
 class DdpReducer(BucketReducer[DdpBucket]):
     """Averages the gradients of ``params`` over the ranks of ``comm``.
 
@@ -56,9 +72,16 @@ class DdpReducer(BucketReducer[DdpBucket]):
     """
 
     def __init__(
-        self, params: Sequence[Tensor], names: Sequence[str], comm: Comm, cap_bytes: int, sparse: frozenset[int] = frozenset()
+        self,
+        params: Sequence[Tensor],
+        names: Sequence[str],
+        comm: Comm,
+        cap_bytes: int,
+        sparse: frozenset[int] = frozenset(),
+        reduce_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(params, names, comm, cap_bytes, sparse)
+        self._reduce_dtype = reduce_dtype
         self._hook: tuple[Hook, Any] | None = None
         self._in_backward = False
         self._averaging = Averaging(comm.size)
@@ -66,13 +89,31 @@ class DdpReducer(BucketReducer[DdpBucket]):
         # Parameters that are frozen now get no memory until they are unfrozen.
         self._wanted = [p.requires_grad and i not in sparse for i, p in enumerate(params)]
         self._unplanned: list[int] = []
+        self._suspects: set[int] = set()
+        """Parameters whose hooks have fired without leaving a gradient. It was undefined, or a hook of the user took it away."""
+        self._defined: set[int] = set()
+        """The suspects that had a gradient in this backward when their hooks fired."""
+
+    def set_reduce_dtype(self, dtype: torch.dtype) -> None:
+        """Send gradients in ``dtype`` from the next backward on. Equal on all ranks."""
+        self._reduce_dtype, self._scalings = dtype, []
 
     def set_hook(self, hook: Hook, state: Any) -> None:
-        """Send every bucket through ``hook(state, bucket)`` instead of the comm. Raises UsageError the second time."""
+        """Send every bucket through ``hook(state, bucket)`` instead of the comm. Raises TorchUsageError the second time."""
         if self._hook is not None:
-            raise UsageError("a communication hook is already registered. A model takes one hook, once.")
+            raise TorchUsageError("a communication hook is already registered. A model takes one hook, once.")
         self._hook = (hook, state)
         self._scalings = []
+
+    @property
+    def hook_name(self) -> str:
+        """The name of the communication hook, or "" if there is none."""
+        return "" if self._hook is None else getattr(self._hook[0], "__qualname__", type(self._hook[0]).__name__)
+
+    @property
+    def order_is_learned(self) -> bool:
+        """Whether the buckets follow the order in which gradients become ready: from the end of the first backward on."""
+        return self._order_is_learned
 
     # -- one backward ------------------------------------------------------------------------
 
@@ -93,7 +134,7 @@ class DdpReducer(BucketReducer[DdpBucket]):
             self._averaging = averaging
             self._scalings = [self._scaling(bucket) for bucket in self._buckets]
         self._in_backward = True
-        return self._report_mask
+        return self._report_mask if not self._suspects else self._mask_with_suspects()
 
     def _recover_from_exception(self) -> None:
         """The last backward raised. It can be repeated if nothing was sent."""
@@ -106,6 +147,16 @@ class DdpReducer(BucketReducer[DdpBucket]):
             return
         for bucket, scaling in zip(self._buckets, self._scalings, strict=True):
             bucket.undo_scale(scaling.before, self._taken)
+
+    def _mask_with_suspects(self) -> bytes:
+        """From their second backward on, suspects are reported one by one."""
+        self._defined = set()
+        return bytes(bit or index in self._suspects for index, bit in enumerate(self._report_mask))
+
+    def ready(self, indices: Sequence[int]) -> None:
+        if self._suspects and indices and indices[-1] in self._suspects and self._params[indices[-1]].grad is not None:
+            self._defined.add(indices[-1])
+        super().ready(indices)
 
     def _take(self, indices: Sequence[int]) -> None:
         buckets, place = self._buckets, self._place
@@ -120,6 +171,9 @@ class DdpReducer(BucketReducer[DdpBucket]):
 
     def end(self) -> None:
         """End of the backward: send the buckets that were not sent yet. Does not wait."""
+        for index in self._defined:
+            if self._params[index].grad is None:
+                raise self._vanished(index)
         with torch.no_grad():
             self._launch_buckets(at_end=True)
         if self._hook is not None and self._buckets:
@@ -150,10 +204,9 @@ class DdpReducer(BucketReducer[DdpBucket]):
     def _launch(self, bucket: DdpBucket) -> Pending:
         scaling, active = self._scalings[bucket.index], self._averaging.active
         absent = bucket.complete(scaling.before, self._taken, skip=not active)
-        for index in absent:
-            if self._fires[index] and active and self._params[index].requires_grad:
-                raise self._vanished(index)
         self._absent += absent
+        if absent and active:
+            self._suspects.update(i for i in absent if self._fires[i] and self._params[i].requires_grad)
         is_last = bucket.index == len(self._buckets) - 1
         if is_last:
             bucket.set_presence([self._position[i] for i in self._absent])
@@ -161,12 +214,20 @@ class DdpReducer(BucketReducer[DdpBucket]):
         if self._hook is not None:
             hook, state = self._hook
             return run_hook(hook, state, bucket, is_last, what, self._comm.timeout_s)
+        if self._reduce_dtype is not None and self._is_cast(bucket):
+            return CastPending(self._comm, bucket.wire, self._reduce_dtype, what)
         return self._comm.reduce(bucket.wire, scaling.op, what)
+
+    def _is_cast(self, bucket: DdpBucket) -> bool:
+        """Whether the bucket is sent in another dtype than its own. (Complex gradients never are.)"""
+        return self._reduce_dtype not in (None, bucket.wire.dtype) and not bucket.flat.is_complex()
 
     def _scaling(self, bucket: DdpBucket) -> _Scaling:
         divisor = self._averaging.divisor
         if self._hook is not None or divisor == 1:
             return _Scaling("sum")
+        if self._is_cast(bucket):
+            return _Scaling("sum", before=1.0 / divisor)  # before the cast: a sum may overflow in a low precision
         if self._comm.averages(bucket.wire) and divisor == self._comm.size:
             return _Scaling("mean")
         if bucket.wire.is_cuda:

@@ -129,6 +129,11 @@ def parameters_of(module: nn.Module, ignore: Sequence[str]) -> list[tuple[str, n
     return found
 
 
+def any_hooked(module: nn.Module) -> bool:
+    """Whether a parameter of ``module`` belongs to a hooked module."""
+    return any(param in _hooked_params for param in module.parameters())
+
+
 def device_of(params: Sequence[Tensor]) -> torch.device:
     """Returns the first CUDA device among the parameters, or the device of the first parameter if there is none."""
     return next((p.device for p in params if p.is_cuda), params[0].device)

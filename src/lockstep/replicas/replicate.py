@@ -17,11 +17,12 @@ from torch import nn
 from lockstep.comm.base import Comm
 from lockstep.comm.exchange import broadcast_in_place, require_same_model
 from lockstep.comm.open_comm import open_comm
-from lockstep.errors import PeerError, UsageError
+from lockstep.errors import PeerError, TorchUsageError, UsageError
 from lockstep.gradients.autograd_hooks import AutogradHooks
 from lockstep.gradients.comm_hook import Hook
 from lockstep.gradients.ddp_reducer import Averaging, DdpReducer
 from lockstep.gradients.module import ForwardHook, HookedModule, device_of
+from lockstep.gradients.user_hooks import UserHooks, prepare
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -35,6 +36,10 @@ class ReplicaOptions:
     init_sync: bool = True
     ignore: tuple[str, ...] = ()
     timeout_s: float = 600.0
+    init_buffers: bool = True
+    """Whether ``init_sync`` copies buffers too."""
+    reduce_dtype: torch.dtype | None = None
+    """Gradients are sent in this dtype (None: in their own)."""
 
     def __post_init__(self) -> None:
         if not self.bucket_mb > 0:
@@ -109,7 +114,7 @@ def replica_of(module: nn.Module) -> Replica:
                 loss(model, first).backward()
             loss(model, second).backward()
     """
-    replica = _find(module)
+    replica = find_replica(module)
     if replica is None:
         raise UsageError(f"this {type(module).__name__} is not replicated. Call lockstep.replicate(module) first.")
     return replica
@@ -122,11 +127,12 @@ class Replica:
         """All ranks must call this. ``group``: the torch process group whose members are the ranks (None: the default group)."""
         if not isinstance(module, nn.Module):
             raise UsageError(f"replicate() takes a torch.nn.Module, not {type(module).__name__}.")
-        if _find(module) is not None:
+        if find_replica(module) is not None:
             raise UsageError("this module is replicated already; its gradients would be averaged twice. Call replicate() once.")
         self._model = HookedModule(module, options.ignore)
         params, self._buffers = self._model.params, self._model.buffers
-        self._broadcasts_buffers = options.broadcast_buffers
+        self.broadcasts_buffers = options.broadcast_buffers
+        """Whether rank 0's buffers are copied to all ranks after each averaged backward. May be set; equal on all ranks."""
         self._owns_comm = comm is None or isinstance(comm, str)
         if comm is None or isinstance(comm, str):
             need_bytes = sum(p.nbytes for p in params if p.requires_grad)
@@ -134,10 +140,18 @@ class Replica:
         self.comm: Comm = comm
         require_same_model(self.comm, self._model.named, self._buffers.named(), asdict(options))
         if options.init_sync:
-            self._copy_from(0, "the initial parameters")
-        self.reducer = DdpReducer(params, self._model.names, self.comm, int(options.bucket_mb * (1 << 20)), self._model.sparse)
+            self._copy_from(0, "the initial parameters", with_buffers=options.init_buffers)
+        self.reducer = DdpReducer(
+            params, self._model.names, self.comm, int(options.bucket_mb * (1 << 20)), self._model.sparse, options.reduce_dtype
+        )
+        prepare(params)
         self._hooks = AutogradHooks(params, self._begin_backward, self.reducer.ready, self._end_backward)
+        self._user_hooks = UserHooks(params, self._hooks.keys)
         self._join: _Join | None = None
+        self.is_wrapped = False
+        """Whether a DistributedDataParallel has made this Replica."""
+        self.replaced = False
+        """Whether a later DistributedDataParallel has hooked the module in place of this Replica."""
         self._model.hook(self)
 
     @property
@@ -209,16 +223,22 @@ class Replica:
             UsageError: If ``hook`` is not callable, or a hook is registered already.
         """
         if not callable(hook):
-            raise UsageError(f"a communication hook must be callable, not {type(hook).__name__}.")
+            raise TorchUsageError(f"a communication hook must be callable, not {type(hook).__name__}.")
         self.reducer.set_hook(hook, state)
 
     def watch_outputs(self, outputs: Any) -> None:
         """Called by the module's forward hook with what ``forward`` returned."""
+        self._user_hooks.collect()
         if self.syncs:
             self._hooks.watch_outputs(outputs)
 
+    def enter_backward(self) -> None:
+        """Called inside a backward that has reached an output of the module, if the Replica is younger than the forward."""
+        self._hooks.enter_backward()
+
     def close(self) -> None:
         """Remove all hooks from the module, which trains alone from then on, and close the connections. May be called twice."""
+        self._user_hooks.restore()
         self._hooks.remove()
         self._model.unhook()
         if self._owns_comm:
@@ -227,22 +247,31 @@ class Replica:
     # -- one backward ------------------------------------------------------------------------
 
     def _begin_backward(self) -> bytes:
+        late = self._user_hooks.collect()
+        if late:  # autograd is about to call the hook of the parameter that it is at
+            raise TorchUsageError(
+                f"a post-accumulate-grad hook was registered on {self._model.names[late[0]]} after forward, so it would see a "
+                "gradient that is not averaged. Register hooks before forward; if the model is compiled, before replicate(...) or "
+                "DistributedDataParallel(...)."
+            )
         everyone = Averaging(self.comm.size)
         return self.reducer.begin(everyone if self._join is None else self._gather_active_ranks(self._join, is_active=True))
 
     def _end_backward(self) -> None:
         self._complete_backward(0 if self._join is None else self._join.source)
+        self._user_hooks.run()
 
     def _complete_backward(self, source: int) -> None:
         """Send what is left and wait for the averages. ``source`` is the rank whose buffers go to all ranks."""
         self.reducer.end()
-        broadcast = self._buffers.start_broadcast(self.comm, source, self.reducer.step) if self._broadcasts_buffers else None
+        broadcast = self._buffers.start_broadcast(self.comm, source, self.reducer.step) if self.broadcasts_buffers else None
         self.reducer.finish()
         if broadcast is not None:
             self._buffers.finish_broadcast(broadcast)
 
-    def _copy_from(self, source: int, what: str) -> None:
-        broadcast_in_place(self.comm, [*(p for _, p in self._model.named), *self._buffers.tensors()], source, what)
+    def _copy_from(self, source: int, what: str, with_buffers: bool = True) -> None:
+        buffers = self._buffers.tensors() if with_buffers else []
+        broadcast_in_place(self.comm, [*(p for _, p in self._model.named), *buffers], source, what)
 
     # -- join --------------------------------------------------------------------------------
 
@@ -293,7 +322,8 @@ class _Join:
     """The first of the active ranks: its buffers and bucket order count."""
 
 
-def _find(module: nn.Module) -> Replica | None:
+def find_replica(module: nn.Module) -> Replica | None:
+    """Return the Replica of ``module``, or None if the module is not replicated."""
     for hook in module._forward_hooks.values():
         if isinstance(hook, ForwardHook) and isinstance(hook.owner, Replica):
             return hook.owner
