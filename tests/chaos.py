@@ -28,8 +28,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from lockstep.launch import packets
-from lockstep.launch.run_folder import connect
+from lockstep.launcher import packets
+from lockstep.launcher.run_folder import connect
 from lockstep.observe.ledger import audit, read
 from tests.fork_server import ROOT
 from tests.lane_jobs import SAMPLES

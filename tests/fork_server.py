@@ -142,7 +142,7 @@ def _server() -> _Server:
 def _main() -> None:
     line = socket.socket(fileno=int(sys.argv[1]))
     gc.disable()  # while modules are imported nothing becomes garbage
-    from lockstep.launch.zygote import PRELOAD
+    from lockstep.launcher.zygote import PRELOAD
 
     for name in (*PRELOAD, *_IMPORTED):
         if importlib.util.find_spec(name.partition(".")[0]) is not None:  # tests.chaos runs without the packages of the tests
@@ -211,7 +211,7 @@ def _import_modules_of(payload: int) -> None:
 
 
 def _die_with(server: int) -> None:
-    from lockstep.launch.linux import die_with_parent
+    from lockstep.launcher.linux import die_with_parent
 
     die_with_parent(server)
 

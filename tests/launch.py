@@ -24,7 +24,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lockstep.launch.worker import exit_process
+from lockstep.launcher.worker import exit_process
 from tests.fork_server import ROOT, Child, fork
 from tests.waiting import POLL_S
 
@@ -257,9 +257,9 @@ def _lockstep(arguments: list[str]) -> int:
 
     def start(command: list[str], **options: Any) -> Any:
         subprocess.Popen = start_process  # type: ignore[misc]  # another zygote is a process of its own
-        assert "lockstep.launch.zygote" in command, command
+        assert "lockstep.launcher.zygote" in command, command
         (control,) = options["pass_fds"]
-        arguments = ["\0" if each == str(control) else each for each in command[command.index("lockstep.launch.zygote") :]]
+        arguments = ["\0" if each == str(control) else each for each in command[command.index("lockstep.launcher.zygote") :]]
         socket.send_fds(line, [json.dumps([arguments, options["env"]]).encode()], [control, options["stdout"].fileno()])
         assert line.recv(1), "the forked zygote has ended"
         line.close()
@@ -270,7 +270,7 @@ def _lockstep(arguments: list[str]) -> int:
 
 
 def _become_zygote(line: socket.socket) -> int:
-    from lockstep.launch import zygote
+    from lockstep.launcher import zygote
 
     request, descriptors, _, _ = socket.recv_fds(line, 1 << 20, 2)
     if not request:

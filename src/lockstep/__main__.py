@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import lockstep
 from lockstep.checkpoint import checkpoint_command
 from lockstep.errors import UsageError
-from lockstep.launch import command_line
-from lockstep.launch.arguments import Parser, open_standard_streams, write
+from lockstep.launcher import command_line
+from lockstep.launcher.arguments import Parser, open_standard_streams, write
 
 
 def main(argv: Sequence[str] | None = None) -> int:

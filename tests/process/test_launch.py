@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -209,6 +209,7 @@ def test_a_preloaded_module_is_imported_before_the_fork(launch: Callable[..., La
         (["run", "--grace", "-1", "script.py"], "'-1' is not a number of seconds"),
         (["run", "-m", "nonsuch.train"], "-m nonsuch.train: there is no module nonsuch"),
         (["run", "-n", "2"], "no script was given"),
+        (["run", "-n", "2", "--debug-rank", "2", "script.py"], "--debug-rank 2: 2 workers have the ranks 0 to 1."),
         (["run", "--run-dir", "script.py/run", "script.py"], "cannot be made"),
         (["scale", "folder", "3"], "no run answers in folder"),
         (["scale", "folder", "none"], "argument N: 'none' is not a whole number"),
@@ -234,7 +235,7 @@ def test_a_bad_argument_is_one_clear_sentence(tmp_path: Path, arguments: list[st
 
 
 def test_the_agent_needs_no_torch(tmp_path: Path) -> None:
-    code = "import sys, lockstep.__main__, lockstep.launch.agent; assert not {'torch', 'numpy'} & set(sys.modules)"
+    code = "import sys, lockstep.__main__, lockstep.launcher.agent; assert not {'torch', 'numpy'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=DEADLINE_S)
     done = subprocess.run([sys.executable, "-m", "lockstep", "--version"], capture_output=True, text=True, timeout=DEADLINE_S)
     assert re.fullmatch(r"lockstep \d+\.\d+\.\d+\n", done.stdout)
@@ -486,11 +487,55 @@ line.send(json.dumps({"type": "progress", "step": 7, "epoch": 1, "values": {"los
     assert run.stderr() == "lockstep: step 7 | epoch 1 | loss 0.25 | 1 worker\n"
 
 
+class OnTerminal:
+    """`lockstep run OPTIONS script.py` on a terminal of its own: ``read_until`` what it shows, ``type`` on its keyboard."""
+
+    def __init__(self, folder: Path, script: str, *options: str) -> None:
+        (folder / "script.py").write_text(script)
+        self._terminal, self._theirs = pty.openpty()
+        # In a new session the first terminal that is opened becomes the one whose Ctrl-C the processes get.
+        command = f"exec {sys.executable} -m lockstep run --run-dir run {' '.join(options)} script.py"
+        on_terminal = f"{command} <>{os.ttyname(self._theirs)} >&0 2>&0"
+        self.process = subprocess.Popen(["sh", "-c", on_terminal], cwd=folder, start_new_session=True)
+        self.seen = bytearray()
+
+    def read_until(self, text: bytes) -> None:
+        end = time.monotonic() + DEADLINE_S
+        while text not in self.seen:
+            assert time.monotonic() < end, self.seen
+            if select.select([self._terminal], [], [], 0.1)[0]:
+                self.seen.extend(os.read(self._terminal, 4096))
+
+    def type(self, text: bytes) -> None:
+        os.write(self._terminal, text)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait(DEADLINE_S)
+        for descriptor in (self._terminal, self._theirs):
+            os.close(descriptor)
+
+
+@pytest.fixture
+def on_terminal(tmp_path: Path) -> Iterator[Callable[..., OnTerminal]]:
+    started: list[OnTerminal] = []
+
+    def start(script: str, *options: str) -> OnTerminal:
+        started.append(OnTerminal(tmp_path, RANK + script, *options))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.close()
+
+
 @pytest.mark.slow
-def test_a_terminal_gets_a_live_line_and_ctrl_c_reaches_workers_once(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(
-        RANK
-        + """
+def test_a_terminal_gets_a_live_line_and_ctrl_c_reaches_workers_once(
+    on_terminal: Callable[..., OnTerminal], tmp_path: Path
+) -> None:
+    run = on_terminal(
+        """
 import json, socket
 line = socket.socket(fileno=os.dup(int(os.environ["LOCKSTEP_AGENT_FD"])))
 print("out")
@@ -499,29 +544,68 @@ try:
     time.sleep(1000)
 except KeyboardInterrupt:
     print("interrupted", "once")
-"""
+""",
+        "-n 1",
     )
-    terminal, theirs = pty.openpty()
-    # In a new session the first terminal that is opened becomes the one whose Ctrl-C the processes get.
-    on_terminal = f"exec {sys.executable} -m lockstep run -n 1 --run-dir run script.py <>{os.ttyname(theirs)} >&0 2>&0"
-    process = subprocess.Popen(["sh", "-c", on_terminal], cwd=tmp_path, start_new_session=True)
-    seen = bytearray()
-
-    def read_until(text: bytes) -> None:
-        end = time.monotonic() + DEADLINE_S
-        while text not in seen:
-            assert time.monotonic() < end, seen
-            if select.select([terminal], [], [], 0.1)[0]:
-                seen.extend(os.read(terminal, 4096))
-
-    read_until(b"\r\x1b[Kstep 7 | epoch 0 | 1 worker")
-    assert b"out\r\n" in seen
-    os.write(terminal, b"\x03")
-    read_until(b"interrupted once\r\n")
-    assert process.wait(DEADLINE_S) == 130
-    for descriptor in (terminal, theirs):
-        os.close(descriptor)
+    run.read_until(b"\r\x1b[Kstep 7 | epoch 0 | 1 worker")
+    assert b"out\r\n" in run.seen
+    run.type(b"\x03")
+    run.read_until(b"interrupted once\r\n")
+    assert run.process.wait(DEADLINE_S) == 130
     assert (tmp_path / "run/workers/0/log.txt").read_text() == "out\ninterrupted once\n"
+
+
+# -- stdin and debuggers ------------------------------------------------------------------------------
+
+
+def test_one_worker_reads_the_stdin_of_lockstep_run_and_several_read_nothing(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(f"{RANK}print(sys.stdin.read().upper())")
+    for workers, shown in (("1", "TYPED\n\n"), ("2", "\n")):
+        command = [sys.executable, "-m", "lockstep", "run", "-n", workers, "--run-dir", f"run-{workers}", "script.py"]
+        done = subprocess.run(command, cwd=tmp_path, input="typed\n", capture_output=True, text=True, timeout=DEADLINE_S)
+        assert (done.stdout, done.stderr, done.returncode) == (shown, "", 0)
+
+
+DEBUGGED = """
+value = 41
+if rank == {rank}:
+    breakpoint()
+print("rank", rank, "value", value)
+"""
+
+
+def test_breakpoint_and_the_end_of_the_input_work_on_a_terminal_with_one_worker(on_terminal: Callable[..., OnTerminal]) -> None:
+    run = on_terminal(DEBUGGED.format(rank=0) + "print('read', repr(sys.stdin.read()))", "-n 1")
+    run.read_until(b"(Pdb) ")
+    run.type(b"value += 1\n")
+    run.type(b"c\n")
+    run.read_until(b"rank 0 value 42\r\n")
+    run.type(b"last\n\x04")
+    run.read_until(b"read 'last\\n'\r\n")
+    assert run.process.wait(DEADLINE_S) == 0
+
+
+def test_debug_rank_gives_one_of_many_workers_the_terminal_and_ctrl_c(on_terminal: Callable[..., OnTerminal]) -> None:
+    after = """
+print("on a terminal:", sys.stdin.isatty() and sys.stdout.isatty())
+while rank == 1 and value < 50:
+    time.sleep(0.01)
+print("rank", rank, "ends")
+"""
+    run = on_terminal(DEBUGGED.format(rank=1) + after, "-n 2", "--debug-rank 1", "--hang-timeout 0.2")
+    run.read_until(b"(Pdb) ")
+    run.type(b"value += 1\n")
+    run.type(b"c\n")
+    run.read_until(b"rank 1 value 42\r\non a terminal: True\r\n")
+    run.type(b"\x03")
+    run.read_until(b"Program interrupted")
+    run.seen.clear()
+    run.read_until(b"(Pdb) ")
+    run.type(b"value = 50\n")
+    run.type(b"c\n")
+    run.read_until(b"rank 1 ends\r\n")
+    assert run.process.wait(DEADLINE_S) == 0
+    assert b"hangs" not in run.seen
 
 
 def test_packets_that_make_no_sense_do_not_harm_the_agent(launch: Callable[..., LaunchedRun]) -> None:

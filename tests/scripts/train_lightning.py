@@ -5,8 +5,6 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-warnings.filterwarnings("ignore")  # Lightning advises on the numbers of loader processes and of logged steps
-
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import DDPStrategy, Strategy
@@ -29,6 +27,7 @@ class Classifier(pl.LightningModule):
         self.first = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU())
         self.last, self.other = nn.Linear(16, 4), nn.Linear(16, 4)
         self.losses: list[float] = []
+        self.wrapper = ""
 
     def loss(self, batch: list[Tensor], last: nn.Module) -> Tensor:
         return nn.functional.cross_entropy(last(self.first(batch[0])), batch[1])
@@ -36,6 +35,7 @@ class Classifier(pl.LightningModule):
     def training_step(self, batch: list[Tensor], index: int) -> Tensor:
         loss = self.loss(batch, self.other if index % 4 > 1 else self.last)
         self.losses.append(loss.item())
+        self.wrapper = type(self.trainer.strategy.model).__module__
         if not self.automatic_optimization:
             optimizer: Any = self.optimizers()
             optimizer.zero_grad()
@@ -70,6 +70,7 @@ def train(strategy: Strategy, manual: bool) -> list[float]:
     model = make_model(manual)
     trainer = make_trainer(strategy, max_epochs=2, **({} if manual else ACCUMULATED))
     trainer.fit(model, loader(), loader())
+    assert model.wrapper.split(".")[0] == ("torch" if type(strategy) is DDPStrategy else "lockstep")
     return [*model.losses, trainer.validate(model, loader(), verbose=False)[0]["validation"]]
 
 
@@ -93,6 +94,7 @@ def fit_again() -> list[float]:
 
 
 if __name__ == "__main__":
+    warnings.filterwarnings("ignore")  # Lightning advises on the numbers of loader processes and of logged steps
     ours = lockstep.integrations.lightning.LockstepStrategy
     write_result(
         torch=train(DDPStrategy(find_unused_parameters=True), manual=False),

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from lockstep.comm.store import StoreTimeoutError, StoreWaitError, await_ranks
 from lockstep.elastic.agent_link import AgentLink, CommOptions
 from lockstep.errors import PeerError
-from lockstep.launch import packets
-from lockstep.launch.idle_times import IdleTimes
-from lockstep.launch.key_value_store import KeyValueStore
-from lockstep.launch.recorded_results import RecordedResults
+from lockstep.launcher import packets
+from lockstep.launcher.idle_times import IdleTimes
+from lockstep.launcher.key_value_store import KeyValueStore
+from lockstep.launcher.recorded_results import RecordedResults
 from lockstep.world import AgentEndpoint
 
 

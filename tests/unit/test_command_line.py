@@ -10,7 +10,7 @@ import pytest
 
 from lockstep.__main__ import _parser
 from lockstep.errors import UsageError
-from lockstep.launch.command_line import _entrypoint
+from lockstep.launcher.command_line import _entrypoint
 
 
 @pytest.mark.parametrize(

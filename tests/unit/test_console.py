@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from lockstep.launch.console import Console, Failure, Progress, failure_text, first_line, number, progress_text, worker_name
-from lockstep.launch.nonblocking_output import NonblockingOutput
-from lockstep.launch.worker_messages import event_of, progress_of
+from lockstep.launcher.console import Console, Failure, Progress, failure_text, first_line, number, progress_text, worker_name
+from lockstep.launcher.nonblocking_output import NonblockingOutput
+from lockstep.launcher.worker_messages import event_of, progress_of
 from lockstep.plan.membership_events import JoinRequested
 
 

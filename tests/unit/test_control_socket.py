@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.launch import packets
-from lockstep.launch.control_socket import ControlSocket
+from lockstep.launcher import packets
+from lockstep.launcher.control_socket import ControlSocket
 
 
 class Server:

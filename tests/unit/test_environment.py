@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from lockstep.launch.environment import threads_per_worker
+from lockstep.launcher.environment import threads_per_worker
 
 
 @pytest.mark.parametrize(("workers", "threads"), [(1, 8), (2, 4), (3, 2), (8, 1), (16, 1)])

@@ -12,7 +12,7 @@ LEVEL = {
     "errors": 0,
     "plan": 1,
     "world": 1,
-    "launch": 2,
+    "launcher": 2,
     "comm": 2,
     "gradients": 3,
     "data": 3,
@@ -66,7 +66,7 @@ def test_plans_are_pure() -> None:
 
 def test_only_world_and_launch_read_the_environment() -> None:
     for path in SOURCE.rglob("*.py"):
-        if package_of(path) not in ("world", "launch"):
+        if package_of(path) not in ("world", "launcher"):
             assert "environ" not in path.read_text(), path
             assert "getenv" not in path.read_text(), path
 

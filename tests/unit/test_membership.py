@@ -26,6 +26,7 @@ from lockstep.plan.membership_events import (
     PeersLost,
     PostponeTimeouts,
     Prepare,
+    RankRead,
     Ready,
     Report,
     ScaleRequested,
@@ -34,7 +35,9 @@ from lockstep.plan.membership_events import (
     SkipLoop,
     Spawn,
     StageEntered,
+    StartAgain,
     Stop,
+    StopAll,
     Tick,
 )
 from lockstep.plan.membership_state import Policy, State
@@ -599,3 +602,54 @@ def test_members_that_are_asked_to_leave_during_a_recovery_are_not_dismissed_bef
     assert actions == []
     _, actions = play(state, Died(2, "SIGKILL"))
     assert actions[-2:] == [Form(1, (0, 1)), Stop((0, 1))]
+
+
+def connected(size: int, policy: Policy | None = None) -> State:
+    """Workers of a script that uses torch.distributed."""
+    state, _, _ = begin(size, policy)
+    state, actions = play(state, *(RankRead(id, needs_peers=True) for id in range(size)))
+    assert actions == []
+    return state
+
+
+def test_without_a_run_a_failure_stops_all_workers_and_starts_them_again() -> None:
+    state, actions = play(connected(2), Died(1, "SIGKILL"))
+    assert actions == [StopAll((0,))]
+    state, actions = play(state, ScriptRaised(0, -1, "connection closed"), Tick(((0, 1e9),)), JoinRequested(0), Died(0, "SIGTERM"))
+    assert actions == [StartAgain(1), Spawn((2, 3))]
+    state, _ = play(state, RankRead(2, needs_peers=True), ScriptFinished(3), Died(3, "exit code 0", exited=True))
+    state, actions = play(state, Died(2, "exit code 3", exited=True))
+    assert actions == [StartAgain(2), Spawn((4, 5))]
+    assert not state.finishing
+    state, actions = play(state, *(ScriptFinished(id) for id in (4, 5)), *(Died(id, "exit code 0", exited=True) for id in (4, 5)))
+    assert actions == [End(0, "all workers have finished")]
+
+
+def test_without_a_run_restarts_are_bounded_and_the_same_error_twice_ends_the_run() -> None:
+    state = connected(1, Policy(max_restarts=1))
+    state, _ = play(state, Died(0, "SIGKILL"), RankRead(1, needs_peers=True))
+    (end,) = play(state, Died(1, "SIGKILL"))[1]
+    assert isinstance(end, End)
+    assert end.code == 1
+    assert "--max-restarts" in end.why
+    assert isinstance(play(connected(2, Policy(respawn=False)), Died(1, "SIGKILL"))[1][0], End)
+    state, actions = play(connected(1), ScriptRaised(0, -1, "KeyError: 1", "KeyError at train.py:3"), Died(0, "exit code 1"))
+    assert actions == [StopAll((0,)), StartAgain(1), Spawn((1,))]
+    state, _ = play(state, RankRead(1, needs_peers=True))
+    (end,) = play(state, ScriptRaised(1, -1, "KeyError: 2", "KeyError at train.py:3"))[1]
+    assert end == End(1, "the script raised at train.py:3 again after a restart: KeyError: 2")
+
+
+def test_without_a_run_the_number_of_workers_cannot_be_changed() -> None:
+    state, actions, why = decide(connected(2), ScaleRequested(3), 0.0)
+    assert (state.size, actions) == (2, ())
+    assert "lockstep.Run" in why
+
+
+def test_workers_that_never_ask_for_their_rank_are_reported() -> None:
+    ends = [each for id in (0, 1) for each in (ScriptFinished(id), Died(id, "exit code 0", exited=True))]
+    (end,) = play(begin(2)[0], *ends)[1]
+    assert isinstance(end, End)
+    assert end.notes[0].startswith("2 workers ran the whole script independently")
+    for state in (play(begin(2)[0], RankRead(1))[0], connected(2)):
+        assert play(state, *ends)[1] == [End(0, "all workers have finished")]

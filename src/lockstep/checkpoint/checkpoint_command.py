@@ -18,7 +18,7 @@ from lockstep.checkpoint.retention import CheckpointFolder, Retention
 from lockstep.checkpoint.storage import open_storage
 from lockstep.checkpoint.tensor_file import DamagedCheckpointError
 from lockstep.errors import UsageError
-from lockstep.launch.arguments import whole_number, write
+from lockstep.launcher.arguments import whole_number, write
 
 
 def show(retention: Retention, given: argparse.Namespace) -> int:

@@ -25,7 +25,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from lockstep.errors import InvariantError
-from lockstep.launch.linux import die_with_parent
+from lockstep.launcher.linux import die_with_parent
 
 Request = Any
 

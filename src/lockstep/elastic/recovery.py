@@ -21,7 +21,7 @@ from lockstep.elastic.collective_journal import CollectiveJournal
 from lockstep.elastic.transfer import WorkerProgress, align
 from lockstep.elastic.worker_group import WorkerGroup
 from lockstep.errors import LockstepError, PeerError
-from lockstep.launch import worker
+from lockstep.launcher import worker
 
 T = TypeVar("T")
 

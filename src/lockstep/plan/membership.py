@@ -16,7 +16,8 @@ has the newcomers and lacks the workers that leave. A newcomer that arrives duri
 
 A *newcomer* is a worker that is started while the run is under way. It is not a member while it sets up (PREPARING): it runs its
 script up to the loop that the members are in, waits there, and becomes a member at the next change.
-plan/membership_generation.py has what follows from a state, plan/membership_hangs.py the hang timeout.
+plan/membership_generation.py has what follows from a state, plan/membership_hangs.py the hang timeout, and
+plan/membership_restarts.py what follows if the script does not use ``lockstep.Run``.
 
 The rules do not know which machine a worker runs on, or how many agents there are.
 """
@@ -41,6 +42,7 @@ from lockstep.plan.membership_events import (
     PeersLost,
     PostponeTimeouts,
     Prepare,
+    RankRead,
     Ready,
     ScaleRequested,
     ScriptFinished,
@@ -51,6 +53,7 @@ from lockstep.plan.membership_events import (
 )
 from lockstep.plan.membership_generation import Decision, break_generation, count, end, kill, note_commit, respawn, settle, spawn
 from lockstep.plan.membership_hangs import on_tick
+from lockstep.plan.membership_restarts import independence_note, on_rank_read, restart, restarts_together, start_again
 from lockstep.plan.membership_state import Policy, State, Status
 
 
@@ -66,6 +69,8 @@ def decide(state: State, event: Event, now: float) -> Decision:
         return state, (), "the run has ended"
     if not isinstance(event, (ScaleRequested, Tick)) and state.find(event.worker) is None:
         return state, (), f"worker {event.worker} is gone already"
+    if state.restarting and not isinstance(event, Died):
+        return state, (), "all workers are being stopped"
     return _RULES[type(event)](state, event, now)
 
 
@@ -73,6 +78,7 @@ def decide(state: State, event: Event, now: float) -> Decision:
 
 
 def _on_join_request(state: State, event: JoinRequested, now: float) -> Decision:
+    state = replace(state, has_joined=True)
     if state.finishing:
         return state, (Dismiss(event.worker, "the run is over"),), "the run is over"
     if state.worker(event.worker).leaving and state.generation >= 0:
@@ -158,16 +164,22 @@ def _on_script_raised(state: State, event: ScriptRaised, now: float) -> Decision
     is_same_place = bool(bug) and bug in state.failed_places
     is_same_step = event.step in state.failed_steps and state.worker(event.worker).status is not Status.STARTING
     state = replace(state, failed_steps=(*state.failed_steps, event.step), failed_places=(*state.failed_places, bug))
-    if state.generation < 0:
+    if state.generation < 0 and not restarts_together(state):
         return end(state, 1, f"the script raised before training began: {event.error}")
     if is_same_place or is_same_step:
         where = event.place.partition(" at ")[2] if is_same_place else f"step {event.step}"
-        return end(state, 1, f"the script raised at {where} on more than one worker: {event.error}")
+        return end(state, 1, f"the script raised at {where} {_repeated(state)}: {event.error}")
     why = f"worker {event.worker} raised {event.error}"
+    if restarts_together(state):
+        return restart(state, why)
     if event.worker not in state.members:
         return state, (), why
     state, aborts = break_generation(state, why, now)  # its process is about to exit: the other members need not wait for that
     return state, aborts, why
+
+
+def _repeated(state: State) -> str:
+    return "again after a restart" if state.restarts else "on more than one worker"
 
 
 def _on_script_finished(state: State, event: ScriptFinished, now: float) -> Decision:
@@ -189,6 +201,10 @@ def _on_death(state: State, event: Died, now: float) -> Decision:
         members=tuple(id for id in state.members if id != worker.id),
         fruitless=0,
     )
+    if state.restarting:
+        return (state, (), why) if state.workers else start_again(state)
+    if restarts_together(state) and not worker.finished:
+        return restart(state, why)
     if was_member and not worker.finished and not has_left:
         state = replace(state, unfinished=(*state.unfinished, why))
     if not state.workers or (was_member and not state.members):
@@ -225,10 +241,12 @@ def _end_with_last(state: State, *, is_finished: bool, why: str) -> Decision:
         return end(state, 1, f"{undone}. What the script does there behind its last loop was not completed")
     if not is_finished:
         return end(state, 1, f"no worker is left: {why}")
-    return end(state, 0, "all workers have finished")
+    return end(state, 0, "all workers have finished", independence_note(state))
 
 
 def _on_scale_request(state: State, event: ScaleRequested, now: float) -> Decision:
+    if restarts_together(state):
+        return state, (), f"the script does not use lockstep.Run, so its number of workers stays {state.size}"
     state = replace(state, size=event.size)
     staying = [worker.id for worker in state.workers if not worker.leaving]
     target = f"scaling to {count(event.size)}"
@@ -259,5 +277,6 @@ _RULES: dict[type, Callable[[State, Any, float], Decision]] = {
     ScriptFinished: _on_script_finished,
     Died: _on_death,
     ScaleRequested: _on_scale_request,
+    RankRead: on_rank_read,
     Tick: on_tick,
 }

@@ -119,6 +119,14 @@ class ScaleRequested:
 
 
 @dataclass(frozen=True)
+class RankRead:
+    """The script of a worker has read its rank. ``needs_peers``: in order to connect to other workers."""
+
+    worker: int
+    needs_peers: bool = False
+
+
+@dataclass(frozen=True)
 class Tick:
     """Time has passed. ``idle_s``: for workers that are watched, how long each has used no CPU time."""
 
@@ -138,6 +146,7 @@ Event = (
     | ScriptFinished
     | Died
     | ScaleRequested
+    | RankRead
     | Tick
 )
 
@@ -211,6 +220,20 @@ class Spawn:
 
 
 @dataclass(frozen=True)
+class StopAll:
+    """Stop ``workers``, because another worker has failed and all will be started again."""
+
+    workers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StartAgain:
+    """All workers are gone, and others are about to be started in their place, for the ``restarts``-th time."""
+
+    restarts: int
+
+
+@dataclass(frozen=True)
 class Kill:
     """Kill a worker that hangs."""
 
@@ -242,4 +265,19 @@ class End:
     notes: tuple[str, ...] = ()
 
 
-Action = Form | Prepare | SkipLoop | Abort | Change | PostponeTimeouts | Stop | Spawn | Kill | Dismiss | Report | End
+Action = (
+    Form
+    | Prepare
+    | SkipLoop
+    | Abort
+    | Change
+    | PostponeTimeouts
+    | Stop
+    | Spawn
+    | StopAll
+    | StartAgain
+    | Kill
+    | Dismiss
+    | Report
+    | End
+)

@@ -119,8 +119,8 @@ def spawn(state: State, count: int, delay_s: float, *, is_replacement: bool = Fa
     return replace(state, workers=workers, next_id=state.next_id + count), Spawn(ids, delay_s)
 
 
-def end(state: State, code: int, why: str) -> Decision:
-    return replace(state, ended=True), (End(code, why, state.not_replaced),), why
+def end(state: State, code: int, why: str, notes: tuple[str, ...] = ()) -> Decision:
+    return replace(state, ended=True), (End(code, why, (*state.not_replaced, *notes)),), why
 
 
 def count(workers: int) -> str:

@@ -54,12 +54,14 @@ class Policy:
     """What the options of `lockstep run` say about lost workers.
 
     At most ``max_respawns`` workers are replaced within ``window_s``, and at most as many in a row that never reach a commit.
+    All workers of a script without ``lockstep.Run`` are started again at most ``max_restarts`` times.
     """
 
     respawn: bool = True
     max_respawns: int = 10
     window_s: float = 300.0
     hang_timeout_s: float = 30.0
+    max_restarts: int = 3
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,16 @@ class State:
     finishing: bool = False
     """A worker has reached the end of the script."""
     ended: bool = False
+    has_joined: bool = False
+    """A worker has asked to join: the script uses ``lockstep.Run``."""
+    reads_rank: bool = False
+    """The script has read its rank on a worker."""
+    needs_peers: bool = False
+    """It has done so in order to connect to the other workers, since they were last started."""
+    restarting: bool = False
+    """All workers were told to stop, and are started again when they are gone."""
+    restarts: int = 0
+    """How often all workers were started again."""
     respawned_at: tuple[float, ...] = ()
     """Within ``policy.window_s``."""
     failed_respawns: int = 0

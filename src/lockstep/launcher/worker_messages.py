@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 
-from lockstep.launch.console import Progress
-from lockstep.launch.packets import Packet
+from lockstep.launcher.console import Progress
+from lockstep.launcher.packets import Packet
 from lockstep.plan import membership_events as events
 
 _MAX_CHARS = 200
@@ -37,6 +37,8 @@ def event_of(worker: int, pid: int | None, packet: Packet) -> events.Event | Non
                 return events.LeaveRequested(worker)
             case "failed":
                 return events.ScriptRaised(worker, int(packet["step"]), str(packet["error"]), str(packet.get("place", "")))
+            case "rank read":
+                return events.RankRead(worker, bool(packet.get("needs_peers", False)))
             case "finished":
                 return events.ScriptFinished(worker)
     except _MALFORMED:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from lockstep.launch.packets import Packet
+from lockstep.launcher.packets import Packet
 
 _MAX_CHARS = 64 << 20
 _EPOCH_FIELDS = ("epoch", "stage", "result", "first", "keep", "is_exhausted", "is_left")

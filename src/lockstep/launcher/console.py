@@ -12,7 +12,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from lockstep.launch.nonblocking_output import NonblockingOutput
+from lockstep.launcher.nonblocking_output import NonblockingOutput
 
 _REDRAW_S = 0.1
 _PLAIN_S = 5.0
@@ -89,10 +89,13 @@ def first_line(text: str, max_chars: int = 300) -> str:
 
 
 class Console:
-    """Writes to descriptors 1 and 2. Whether they are terminals is looked up once."""
+    """Writes to descriptors 1 and 2. Whether they are terminals is looked up once.
 
-    def __init__(self, output: NonblockingOutput) -> None:
-        self._output = output
+    ``shows_progress``: False if a debugger writes to the same terminal.
+    """
+
+    def __init__(self, output: NonblockingOutput, *, shows_progress: bool = True) -> None:
+        self._output, self._shows_progress = output, shows_progress
         self._is_terminal = {number: os.isatty(number) for number in (1, 2)}
         self._drawn = False
         self._at_line_start = True
@@ -125,7 +128,7 @@ class Console:
 
     def redraw(self, now: float) -> None:
         """Show the latest progress if it is time. The agent calls this often."""
-        if self._latest is None:
+        if self._latest is None or not self._shows_progress:
             return
         if not self._is_terminal[2]:
             if now - self._last_shown >= _PLAIN_S:

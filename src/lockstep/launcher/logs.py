@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
-from lockstep.launch.console import Console
-from lockstep.launch.run_folder import RunFolder
+from lockstep.launcher.console import Console
+from lockstep.launcher.run_folder import RunFolder
 
 _TAIL_BYTES = 4096
 _TAIL_LINES = 12

@@ -85,14 +85,22 @@ class RunFolder:
         except OSError as error:  # a full disk must not end the run
             self.error = self.error or error
 
+    def remove_store(self) -> None:
+        """All workers are gone. Workers that are started in their place must not meet the others in their store."""
+        _unlink(self.store)
+
     def close(self) -> None:
         for path in (self.socket_path, self.store, self.path / "agent.pid"):
-            try:
-                path.unlink(missing_ok=True)
-            except OSError:
-                pass  # the disk has become read-only: the lock says that no run uses the folder any more
+            _unlink(path)  # if it cannot be removed, the lock still says that no run uses the folder any more
         os.close(self._folder)
         os.close(self._events)
+
+
+def _unlink(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError:
+        pass  # the disk has become read-only
 
 
 def connect(path: Path, timeout_s: float) -> socket.socket:

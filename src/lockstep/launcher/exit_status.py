@@ -10,7 +10,7 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
-from lockstep.launch.console import Console, Failure, first_line
+from lockstep.launcher.console import Console, Failure, first_line
 from lockstep.plan.membership_events import End
 
 
@@ -31,6 +31,11 @@ class ExitStatus:
         self._codes, self._peer_errors, self._traceback_shown = {}, {}, False
         self._members.update(members)
         self._staying = set(members)
+
+    def workers_restart(self) -> None:
+        """All workers are gone and start again: what has failed before does not count any more."""
+        self._codes, self._peer_errors, self._traceback_shown = {}, {}, False
+        self._finished = set()
 
     def checkpoint_saved(self, step: int, path: str) -> None:
         """The newest checkpoint is of ``step``."""

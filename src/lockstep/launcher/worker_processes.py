@@ -16,11 +16,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from lockstep.launch import linux, packets
-from lockstep.launch.worker import Entrypoint, WorkerSpec
-from lockstep.launch.zygote_client import ZygoteClient
+from lockstep.launcher import linux, packets
+from lockstep.launcher.standard_input import StandardInput
+from lockstep.launcher.worker import Descriptors, Entrypoint, WorkerSpec
+from lockstep.launcher.zygote_client import ZygoteClient
 
-_WORKERS_PER_REQUEST = packets.MAX_DESCRIPTORS // 3
+_WORKERS_PER_REQUEST = packets.MAX_DESCRIPTORS // len(Descriptors._fields)
 _READ_BYTES = 1 << 16
 _MAX_READS = 64
 _MAX_UNSENT = 4096
@@ -66,12 +67,13 @@ class WorkerProcesses:
         self,
         selector: selectors.BaseSelector,
         observer: WorkerObserver,
+        stdin: StandardInput,
         zygote_log: Path,
         entrypoint: Entrypoint,
         preload: Sequence[str],
     ) -> None:
         self._processes: dict[int, WorkerProcess] = {}
-        self._selector, self._observer = selector, observer
+        self._selector, self._observer, self._stdin = selector, observer, stdin
         self._zygote = ZygoteClient(selector, self, zygote_log, entrypoint, preload)
         linux.adopt_orphans()
 
@@ -132,8 +134,7 @@ class WorkerProcesses:
             if pid == 0:
                 continue
             self._read_packets(process)
-            for output in list(process.outputs):
-                self._read_output(process, output)
+            self._read_all_output(process)
             self._remove(process)
             self._observer.on_exit(process.id, pid, os.waitstatus_to_exitcode(status))
         self._kill_orphans()
@@ -183,17 +184,25 @@ class WorkerProcesses:
 
     # -- one worker ------------------------------------------------------------------------------
 
-    def _open(self, spec: WorkerSpec) -> tuple[int, int, int]:
-        """Open the socket and the output pipes of a worker, and watch our ends; returns the worker's ends."""
+    def _open(self, spec: WorkerSpec) -> Descriptors:
+        """Open the socket, the input and the output pipes of a worker, and watch our ends; returns the worker's ends."""
         connection, remote = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         connection.setblocking(False)
+        process = self._processes[spec.id] = WorkerProcess(spec, connection, {})
+        stdin = self._stdin.open(spec)
+        if spec.has_terminal:
+            return self._watch(process, Descriptors(remote.detach(), stdin, os.dup(1), os.dup(2)))
         (out, remote_out), (err, remote_err) = os.pipe(), os.pipe()
-        process = self._processes[spec.id] = WorkerProcess(spec, connection, {out: 1, err: 2})
+        process.outputs |= {out: 1, err: 2}
+        return self._watch(process, Descriptors(remote.detach(), stdin, remote_out, remote_err))
+
+    def _watch(self, process: WorkerProcess, theirs: Descriptors) -> Descriptors:
+        connection = process.connection
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._on_socket(process))
         for output in process.outputs:
             os.set_blocking(output, False)
             self._selector.register(output, selectors.EVENT_READ, lambda output=output: self._read_output(process, output))
-        return remote.detach(), remote_out, remote_err
+        return theirs
 
     def _on_socket(self, process: WorkerProcess) -> None:
         if process.unsent:
@@ -229,7 +238,12 @@ class WorkerProcesses:
             if packet is None:
                 self._close_connection(process)
             else:
+                self._read_all_output(process)  # what the worker has printed before it sent the packet
                 self._observer.on_packet(process.id, packet)
+
+    def _read_all_output(self, process: WorkerProcess) -> None:
+        for output in list(process.outputs):
+            self._read_output(process, output)
 
     def _read_output(self, process: WorkerProcess, output: int) -> None:
         for _ in range(_MAX_READS):

@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import UsageError
-from lockstep.launch import packets
-from lockstep.launch.arguments import did_you_mean, seconds, whole_number, write
-from lockstep.launch.run_folder import RunFolder, connect
-from lockstep.launch.worker import Entrypoint
+from lockstep.launcher import packets
+from lockstep.launcher.arguments import did_you_mean, seconds, whole_number, write
+from lockstep.launcher.run_folder import RunFolder, connect
+from lockstep.launcher.worker import Entrypoint
 
 _SCALE_TIMEOUT_S = 10.0
+_DEBUG_HANG_TIMEOUT_S = 7 * 86400.0
+"""Of a run in which a person stops a worker in a debugger."""
 
 
 def add_parsers(commands: Any) -> None:
@@ -41,6 +43,10 @@ def add_parsers(commands: Any) -> None:
     parser.add_argument("--no-respawn", action="store_true", help="do not replace workers that die")
     help = "replace at most N workers in 5 minutes (default: 10)"
     parser.add_argument("--max-respawns", type=whole_number(0), default=10, metavar="N", help=help)
+    help = "start all workers of a script without lockstep.Run again at most N times (default: 3)"
+    parser.add_argument("--max-restarts", type=whole_number(0), default=3, metavar="N", help=help)
+    help = "give worker K this terminal, for breakpoint() and pdb; no worker is taken for hung"
+    parser.add_argument("--debug-rank", type=whole_number(0), metavar="K", help=help)
     parser.add_argument("--ledger", action="store_true", help="record which sample was committed in which step")
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="run a module instead of a script, with its arguments")
     parser.add_argument("script", nargs=argparse.REMAINDER, help="the script and its arguments")
@@ -52,16 +58,24 @@ def add_parsers(commands: Any) -> None:
 
 def run(given: argparse.Namespace) -> int:
     """Run a script or a module on several workers. Returns the exit code of the script."""
-    from lockstep.launch.agent import Agent, Settings
+    from lockstep.launcher.agent import Agent, Settings
     from lockstep.plan.membership_state import Policy
 
     entrypoint = _entrypoint(given)
     preload = [name for name in (given.preload or "").split(",") if name]
     for name in preload:
         _check_module(name, entrypoint.sys_path_0, "--preload")
-    policy = Policy(respawn=not given.no_respawn, max_respawns=given.max_respawns, hang_timeout_s=given.hang_timeout)
     size = given.n if given.n is not None else _count_gpus(os.environ.get("CUDA_VISIBLE_DEVICES")) or 1
-    settings = Settings(size, tuple(preload), given.grace, policy, given.ledger)
+    if given.debug_rank is not None and given.debug_rank >= size:
+        workers = f"{size} workers have the ranks 0 to {size - 1}" if size > 1 else "1 worker has rank 0"
+        raise UsageError(f"--debug-rank {given.debug_rank}: {workers}. Name one of these ranks, or start more workers with -n.")
+    policy = Policy(
+        respawn=not given.no_respawn,
+        max_respawns=given.max_respawns,
+        hang_timeout_s=given.hang_timeout if given.debug_rank is None else _DEBUG_HANG_TIMEOUT_S,
+        max_restarts=given.max_restarts,
+    )
+    settings = Settings(size, tuple(preload), given.grace, policy, given.ledger, given.debug_rank)
     return Agent(settings, entrypoint, RunFolder.create(given.run_dir, time.time())).run()
 
 

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import BinaryIO, Protocol
 
 import lockstep
-from lockstep.launch import packets
-from lockstep.launch.environment import THREAD_VARIABLES, WORKER_VARIABLES
-from lockstep.launch.idle_times import IdleTimes
-from lockstep.launch.worker import Entrypoint, WorkerSpec
+from lockstep.launcher import packets
+from lockstep.launcher.environment import THREAD_VARIABLES, WORKER_VARIABLES
+from lockstep.launcher.idle_times import IdleTimes
+from lockstep.launcher.worker import Entrypoint, WorkerSpec
 
 _MAX_FAILED_STARTS = 3
 _SEND_TIMEOUT_S = 30.0
@@ -88,7 +88,7 @@ class ZygoteClient:
         """Start a zygote. It imports torch in the background."""
         connection, remote = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-        command = [sys.executable, *flags, "-P", "-m", "lockstep.launch.zygote", str(remote.fileno()), str(os.getpid())]
+        command = [sys.executable, *flags, "-P", "-m", "lockstep.launcher.zygote", str(remote.fileno()), str(os.getpid())]
         with self._open_log() as log, remote:
             process = subprocess.Popen(
                 command,
@@ -117,7 +117,7 @@ class ZygoteClient:
             return open(os.devnull, "ab")
 
     def fork(self, specs: Sequence[WorkerSpec], descriptors: Sequence[int]) -> None:
-        """Request workers. Three descriptors for each (worker.Descriptors), which are closed here."""
+        """Request workers. ``descriptors``: those of each worker (worker.Descriptors), which are closed here."""
         zygote = self._current or self.start()
         zygote.requested.update(spec.id for spec in specs)
         zygote.connection.settimeout(_SEND_TIMEOUT_S)  # the socket takes hundreds of requests before it would block

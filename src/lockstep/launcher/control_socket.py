@@ -7,7 +7,7 @@ import selectors
 import socket
 from collections.abc import Callable
 
-from lockstep.launch import packets
+from lockstep.launcher import packets
 
 
 class ControlSocket:

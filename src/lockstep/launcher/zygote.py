@@ -2,10 +2,10 @@
 
 Hand-written, because multiprocessing's forkserver is the parent of what it forks: if it dies, the agent cannot see how workers end.
 
-Started by the agent as ``python -P -m lockstep.launch.zygote FD AGENT_PID``. Packets on FD:
+Started by the agent as ``python -P -m lockstep.launcher.zygote FD AGENT_PID``. Packets on FD:
 
     agent -> zygote   {"type": "prepare", "preload": [...], "entrypoint": {...}, "restored_env": {...}}   once, first
-                      {"type": "fork", "workers": [{"id", "env", "threads"}, ...]}   with three descriptors for each worker
+                      {"type": "fork", "workers": [{"id", "env", "threads"}, ...]}   with the Descriptors of each worker
     zygote -> agent   {"type": "forked", "worker": id, "pid": pid}                   the worker is about to become the agent's child
                       {"type": "not forked", "workers": [id, ...], "error": text}    those of them that were not "forked" before
                       {"type": "unusable", "error": "a sentence"}                    a module cannot be imported, or starts threads
@@ -25,9 +25,9 @@ import sys
 import threading
 from typing import Any
 
-from lockstep.launch import packets
-from lockstep.launch.linux import die_with_parent, threads
-from lockstep.launch.worker import Descriptors, Entrypoint, WorkerSpec, become_worker, exit_process, run_script
+from lockstep.launcher import packets
+from lockstep.launcher.linux import die_with_parent, threads
+from lockstep.launcher.worker import Descriptors, Entrypoint, WorkerSpec, become_worker, exit_process, run_script
 
 PRELOAD = (
     "torch",
@@ -100,7 +100,7 @@ def _serve(connection: socket.socket, agent_pid: int) -> tuple[WorkerSpec, Descr
         if intermediate == 0:
             spec, own = _fork_each(connection, workers, descriptors)
             connection.close()
-            become_worker(own, agent_pid)
+            become_worker(spec, own, agent_pid)
             return spec, own
         for descriptor in descriptors:
             os.close(descriptor)
@@ -111,7 +111,8 @@ def _serve(connection: socket.socket, agent_pid: int) -> tuple[WorkerSpec, Descr
 def _fork_each(connection: socket.socket, workers: list[dict[str, Any]], descriptors: list[int]) -> tuple[WorkerSpec, Descriptors]:
     """Runs in the intermediate process, which exits here. Returns in each worker."""
     for index, worker in enumerate(workers):
-        own = Descriptors(*descriptors[3 * index : 3 * index + 3])
+        count = len(Descriptors._fields)
+        own = Descriptors(*descriptors[count * index : count * (index + 1)])
         try:
             pid = os.fork()
         except OSError:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.launch.packets import Packet
+from lockstep.launcher.packets import Packet
 
 Send = Callable[[int, Packet], None]
 

@@ -10,8 +10,8 @@ import math
 import signal
 from collections.abc import Callable, Collection
 
-from lockstep.launch.console import Console
-from lockstep.launch.worker_processes import WorkerProcesses
+from lockstep.launcher.console import Console
+from lockstep.launcher.worker_processes import WorkerProcesses
 from lockstep.plan.membership_events import End
 
 _EXIT_S = 0.5

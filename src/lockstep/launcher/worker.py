@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import lockstep
-from lockstep.launch import packets
-from lockstep.launch.linux import die_with_parent
+from lockstep.launcher import packets, rank_reads
+from lockstep.launcher.linux import die_with_parent
 from lockstep.world import patch_requested
 
 step_now: Callable[[], int] | None = None
@@ -52,18 +52,23 @@ class WorkerSpec:
     id: int
     env: dict[str, str]
     threads: int
+    reads_stdin: bool = False
+    """Whether it gets the stdin of the agent."""
+    has_terminal: bool = False
+    """Whether it gets the stdin, stdout and stderr of the agent directly, for a debugger."""
 
 
 class Descriptors(NamedTuple):
-    """The worker's ends of its socket to the agent and of its output pipes."""
+    """The worker's ends of its socket to the agent, of its input and of its output pipes."""
 
     agent: int
+    stdin: int
     stdout: int
     stderr: int
 
 
-def become_worker(descriptors: Descriptors, agent_pid: int) -> None:
-    """The first call in the forked process: wait until the agent is its parent, and take its own signals and output."""
+def become_worker(spec: WorkerSpec, descriptors: Descriptors, agent_pid: int) -> None:
+    """The first call in the forked process: wait until the agent is its parent, and take its own signals, input and output."""
     deadline = time.monotonic() + 30
     parent = os.getppid()
     while os.getppid() == parent != agent_pid:  # the parent is about to exit; then the agent adopts this process
@@ -71,11 +76,13 @@ def become_worker(descriptors: Descriptors, agent_pid: int) -> None:
             os._exit(1)
         time.sleep(0.0002)
     die_with_parent(agent_pid)
-    for number in (signal.SIGTERM, signal.SIGCHLD):
+    for number in (signal.SIGTERM, signal.SIGCHLD, signal.SIGTTIN):
         signal.signal(number, signal.SIG_DFL)
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    for target, source in ((1, descriptors.stdout), (2, descriptors.stderr)):
+    if spec.has_terminal and os.isatty(descriptors.stdin):
+        os.setpgid(0, os.getpgid(agent_pid))  # the kernel stops a process that reads the terminal of another process group
+    for target, source in enumerate(descriptors[1:]):
         os.dup2(source, target)
         os.close(source)
     os.set_inheritable(descriptors.agent, True)
@@ -95,6 +102,7 @@ def run_script(entrypoint: Entrypoint, spec: WorkerSpec, restored_env: dict[str,
     os.environ.update(spec.env, LOCKSTEP_AGENT_FD=str(agent))
     faulthandler.register(STACK_SIGNAL, _open_stack_file(spec), all_threads=True)
     _set_up_libraries(spec.threads)
+    rank_reads.watch(lambda needs_peers: _send(connection, {"type": "rank read", "needs_peers": needs_peers}, pid))
     report: packets.Packet = {"type": "finished", "code": 0}
     try:
         if patch_requested():
@@ -110,17 +118,23 @@ def run_script(entrypoint: Entrypoint, spec: WorkerSpec, restored_env: dict[str,
     except BaseException as error:  # noqa: BLE001 - becomes an event of the agent, and the exit code of this process
         report = _failure(error)
     _flush()
-    if os.getpid() == pid:
-        try:
-            packets.send(connection, report)
-        except OSError:
-            print(report.get("traceback", ""), file=sys.stderr)  # the agent does not read, but the log may
-    elif report["type"] == "failed":  # a process that the script has forked and that returned here
-        print(report["traceback"], file=sys.stderr)
+    if not _send(connection, report, pid) and report["type"] == "failed":
+        print(report["traceback"], file=sys.stderr)  # for the log
     connection.close()
     code = report["code"]
     assert isinstance(code, int)
     return code
+
+
+def _send(connection: socket.socket, packet: packets.Packet, pid: int) -> bool:
+    """Send a packet to the agent. Returns False if it does not read, or if this is a process that worker ``pid`` has forked."""
+    if os.getpid() != pid:
+        return False
+    try:
+        packets.send(connection, packet)
+    except OSError:
+        return False
+    return True
 
 
 def exit_process(code: int) -> NoReturn:
@@ -201,7 +215,7 @@ def _failure(error: BaseException) -> packets.Packet:
         trace = trace.tb_next  # skip our own frames
     error.__traceback__ = trace
     sys.last_value = error  # as the interpreter does: exit handlers see that an exception has ended the script
-    if sys.excepthook is not sys.__excepthook__:
+    if sys.excepthook is not sys.__excepthook__ and not sys.excepthook.__module__.startswith("torch."):  # torch's only prints
         sys.excepthook(type(error), error, trace)
     text = "".join(traceback.format_exception(error))
     if len(text) > _MAX_TRACEBACK_CHARS:

@@ -15,22 +15,25 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lockstep.launch import packets
-from lockstep.launch.console import Console, Failure, worker_name
-from lockstep.launch.control_socket import ControlSocket
-from lockstep.launch.environment import threads_per_worker, worker_environment
-from lockstep.launch.exit_status import ExitStatus
-from lockstep.launch.idle_times import IdleTimes
-from lockstep.launch.key_value_store import KeyValueStore
-from lockstep.launch.logs import Logs
-from lockstep.launch.nonblocking_output import NonblockingOutput
-from lockstep.launch.own_clock import OwnClock
-from lockstep.launch.recorded_results import RecordedResults
-from lockstep.launch.run_folder import RunFolder
-from lockstep.launch.shutdown import Shutdown
-from lockstep.launch.worker import STACK_SIGNAL, Entrypoint, WorkerSpec
-from lockstep.launch.worker_messages import event_of, progress_of
-from lockstep.launch.worker_processes import WorkerProcesses
+from lockstep.launcher import packets
+from lockstep.launcher.console import Console, Failure, worker_name
+from lockstep.launcher.control_socket import ControlSocket
+from lockstep.launcher.environment import RunSettings, threads_per_worker, worker_environment
+from lockstep.launcher.exit_status import ExitStatus
+from lockstep.launcher.idle_times import IdleTimes
+from lockstep.launcher.key_value_store import KeyValueStore
+from lockstep.launcher.local_ranks import LocalRanks
+from lockstep.launcher.logs import Logs
+from lockstep.launcher.master_port import MasterPort
+from lockstep.launcher.nonblocking_output import NonblockingOutput
+from lockstep.launcher.own_clock import OwnClock
+from lockstep.launcher.recorded_results import RecordedResults
+from lockstep.launcher.run_folder import RunFolder
+from lockstep.launcher.shutdown import Shutdown
+from lockstep.launcher.standard_input import StandardInput
+from lockstep.launcher.worker import STACK_SIGNAL, Entrypoint, WorkerSpec
+from lockstep.launcher.worker_messages import event_of, progress_of
+from lockstep.launcher.worker_processes import WorkerProcesses
 from lockstep.plan import membership_events as events
 from lockstep.plan.membership import begin, decide
 from lockstep.plan.membership_hangs import is_watching
@@ -44,13 +47,17 @@ _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @dataclass(frozen=True)
 class Settings:
-    """The options of `lockstep run`. ``size``: how many workers to start. ``grace_s``: how long they may take to stop."""
+    """The options of `lockstep run`. ``size``: how many workers to start. ``grace_s``: how long they may take to stop.
+
+    ``debug_rank``: the worker that gets the terminal; None: no worker does.
+    """
 
     size: int
     preload: tuple[str, ...] = ()
     grace_s: float = 10.0
     policy: Policy = dataclasses.field(default_factory=Policy)
     ledger: bool = False
+    debug_rank: int | None = None
 
 
 class Agent:
@@ -60,9 +67,12 @@ class Agent:
         self._settings, self._run_folder = settings, run_folder
         self._selector = selectors.DefaultSelector()
         self._output = NonblockingOutput()
-        self._console = Console(self._output)
+        self._console = Console(self._output, shows_progress=settings.debug_rank is None)
         self._logs = Logs(run_folder, self._console)
-        self._workers = WorkerProcesses(self._selector, self, run_folder.path / "zygote.txt", entrypoint, settings.preload)
+        self._stdin = StandardInput(self._selector)
+        self._workers = WorkerProcesses(
+            self._selector, self, self._stdin, run_folder.path / "zygote.txt", entrypoint, settings.preload
+        )
         self._control_socket = ControlSocket(run_folder.address, self._selector, self._answer)
         self._shutdown = Shutdown(self._workers, self._console, settings.grace_s, self._name)
         self._exit_status = ExitStatus(self._console, run_folder.path)
@@ -73,7 +83,9 @@ class Agent:
         self._run_folder_error_shown = False
         self._clock = OwnClock()
         self._state, self._first_actions, _ = begin(settings.size, settings.policy)
-        self._ranks: dict[int, int] = {id: id for id in range(settings.size)}
+        self._ranks: dict[int, int] = {}
+        self._local_ranks = LocalRanks()
+        self._master_port = MasterPort()
         self._pending_spawns: list[tuple[float, tuple[int, ...]]] = []  # (when, workers)
         self._pending_kills: dict[int, float] = {}  # worker -> when; infinity: it was killed
 
@@ -109,7 +121,9 @@ class Agent:
             return code
         finally:
             self._workers.close()
+            self._stdin.close()
             self._control_socket.close()
+            self._master_port.close()
             self._console.close()
             self._logs.close_all()
             signal.set_wakeup_fd(-1)
@@ -122,13 +136,14 @@ class Agent:
 
     def _on_time(self, now: float) -> None:
         self._output.flush()
+        self._stdin.on_time()
         if self._run_folder.error is not None and not self._run_folder_error_shown:
             self._run_folder_error_shown = True
             path, why = self._run_folder.path / "events.jsonl", self._run_folder.error.strerror
             self._console.say(f"{path} cannot be written ({why}). Events are lost until it can. Training continues.")
         self._console.redraw(now)
         self._shutdown.on_time(now)
-        for id in [id for id, when in self._pending_kills.items() if when <= now]:
+        for id in [id for id, when in self._pending_kills.items() if when <= now and self._workers.pid(id) is not None]:
             self._pending_kills[id] = math.inf
             self._workers.signal(id, signal.SIGKILL)
         due = [entry for entry in self._pending_spawns if entry[0] <= now]
@@ -202,6 +217,7 @@ class Agent:
     def on_exit(self, worker: int, pid: int, status: int) -> None:
         self._store.forget(worker)
         self._results.forget(worker)
+        self._local_ranks.release(worker)
         code, how = (status, f"exit code {status}") if status >= 0 else (128 - status, _signal_name(-status))
         self._run_folder.record("exited", worker=worker, pid=pid, how=how)
         has_reported = self._exit_status.has_reported(worker)
@@ -209,7 +225,7 @@ class Agent:
         if code != 0 and not has_reported:
             error = f"exited with code {status}" if status >= 0 else f"killed by {how}"
             failure = self._failure(worker, pid, error, traceback=self._logs.tail(worker))
-            self._exit_status.worker_failed(code, failure, show=not self._shutdown.has_begun)
+            self._exit_status.worker_failed(code, failure, show=not self._is_stopping)
         if code == 0 and not has_reported and self._state.generation < 0:
             self._decide(events.ScriptFinished(worker))  # os._exit(0), and no other worker depends on this one
         self._decide(events.Died(worker, how, exited=status >= 0))
@@ -224,6 +240,7 @@ class Agent:
         self._run_folder.record("not started", workers=workers, why=why)
         for id in workers:
             self._logs.close(id)
+            self._local_ranks.release(id)
             if not is_fatal:
                 self._decide(events.Died(id, "could not be started"))
         if is_fatal:
@@ -234,12 +251,15 @@ class Agent:
         trace = trace if isinstance(trace, str) else ""
         self._logs.write(worker, 2, trace.encode(errors="replace"))
         failure = self._failure(worker, self._workers.pid(worker), event.error, event.step, trace)
-        self._exit_status.worker_failed(code if isinstance(code, int) else 1, failure, show=self._shutdown.signal is None)
+        show = self._shutdown.signal is None and not self._state.restarting
+        self._exit_status.worker_failed(code if isinstance(code, int) else 1, failure, show=show)
 
     def _on_signals(self, numbers: bytes) -> None:
         for number in numbers:
             if number == signal.SIGCHLD:
                 self._workers.reap()
+            elif number == signal.SIGINT and self._is_debugging_on_terminal:
+                self._run_folder.record("signal", signal=number)  # Ctrl-C belongs to the debugger, which gets it from the terminal
             elif number in _STOP_SIGNALS:
                 self._run_folder.record("signal", signal=number)
                 self._pending_spawns = []
@@ -287,6 +307,10 @@ class Agent:
                 case events.Spawn():
                     if not self._shutdown.has_begun:
                         self._pending_spawns.append((time.monotonic() + action.delay_s, action.workers))
+                case events.StopAll():
+                    self._stop_all(action)
+                case events.StartAgain():
+                    self._start_again()
                 case events.Kill():
                     self._kill(action)
                 case events.Dismiss():
@@ -306,6 +330,20 @@ class Agent:
             self._pending_kills[action.worker] = time.monotonic() + _STACK_S
             self._workers.signal(action.worker, STACK_SIGNAL)
 
+    def _stop_all(self, action: events.StopAll) -> None:
+        """Stop the workers that are left, because one has failed: SIGTERM now, SIGKILL after the grace."""
+        for id in action.workers:
+            self._pending_kills[id] = time.monotonic() + self._settings.grace_s
+            self._workers.signal(id, signal.SIGTERM)
+
+    def _start_again(self) -> None:
+        """All workers are gone. Those that are started in their place must not meet what the others have left."""
+        self._exit_status.workers_restart()
+        self._run_folder.remove_store()
+        self._master_port.close()
+        self._master_port = MasterPort()
+        self._ranks = {}
+
     def _form(self, action: events.Form) -> None:
         self._ranks = {id: rank for rank, id in enumerate(action.members)}
         self._exit_status.generation_formed(action.members)
@@ -315,20 +353,38 @@ class Agent:
         self._send(action.members, {"type": "generation", "number": action.number, "members": action.members})
 
     def _spawn(self, ids: Sequence[int]) -> None:
-        given, hang_timeout_s = self._settings, self._settings.policy.hang_timeout_s
+        if self._state.restarting:
+            for id in ids:
+                self._decide(events.Died(id, "was not started"))
+            return
+        given, policy = self._settings, self._settings.policy
+        settings = RunSettings(
+            given.size, given.ledger, policy.hang_timeout_s, self._master_port.number, self._state.restarts, policy.max_restarts
+        )
         threads = threads_per_worker(given.size, os.environ)
         specs = []
-        for id in ids:
+        for id, local_rank in self._local_ranks.assign(ids).items():
             self._logs.open(id)
-            env = worker_environment(
-                id, given.size, self._run_folder, ledger=given.ledger, hang_timeout_s=hang_timeout_s, environ=os.environ
-            )
-            specs.append(WorkerSpec(id, env, threads))
+            if self._state.generation < 0:
+                self._ranks[id] = local_rank
+            env = worker_environment(id, local_rank, settings, self._run_folder, os.environ)
+            specs.append(WorkerSpec(id, env, threads, given.size == 1, local_rank == given.debug_rank))
         self._workers.spawn(specs)
 
     def _end(self, end: events.End) -> None:
         self._pending_spawns = []
         self._shutdown.on_end(end, time.monotonic())
+
+    @property
+    def _is_debugging_on_terminal(self) -> bool:
+        """Whether a worker shares the process group of the agent, and gets Ctrl-C as the agent does."""
+        rank = self._settings.debug_rank
+        return rank is not None and self._local_ranks.has(rank) and os.isatty(0)
+
+    @property
+    def _is_stopping(self) -> bool:
+        """Whether workers are being stopped, so that how they end says nothing."""
+        return self._shutdown.has_begun or self._state.restarting
 
     def _name(self, id: int) -> str:
         return worker_name(id, self._ranks.get(id), self._workers.pid(id))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from lockstep.launch.linux import cpu_seconds
+from lockstep.launcher.linux import cpu_seconds
 
 _NOTHING_S = 0.05
 _NOTHING_SHARE = 0.002

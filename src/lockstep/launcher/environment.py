@@ -1,0 +1,78 @@
+"""The environment variables that the agent gives to a worker: its number and rank, the run folder, its threads. Knows no processes.
+
+A worker gets torchrun's variables too, so that scripts written for torchrun run unchanged. Lockstep itself reads its own variables
+first (world.py).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lockstep.launcher.run_folder import RunFolder
+
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+_NAMES = "WORKER RUN_DIR AGENT_FD RANK SIZE LOCAL_RANK LOCAL_SIZE STORE LEDGER HANG_TIMEOUT START_SIZE"
+_RANK_NAMES = "RANK LOCAL_RANK GROUP_RANK ROLE_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_WORLD_SIZE ROLE_WORLD_SIZE ROLE_NAME"
+_TORCHELASTIC_NAMES = "RUN_ID RESTART_COUNT MAX_RESTARTS USE_AGENT_STORE ERROR_FILE"
+WORKER_VARIABLES = (
+    *(f"LOCKSTEP_{name}" for name in _NAMES.split()),
+    *_RANK_NAMES.split(),
+    *("MASTER_ADDR", "MASTER_PORT"),
+    *(f"TORCHELASTIC_{name}" for name in _TORCHELASTIC_NAMES.split()),
+)
+"""Workers do not inherit these from the agent: a worker of another run may have started it."""
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """What is the same in the environment of all workers of a run, or of one restart of it."""
+
+    size: int
+    ledger: bool
+    hang_timeout_s: float
+    master_port: int
+    restarts: int
+    """How often all workers have been started again."""
+    max_restarts: int
+
+
+def threads_per_worker(size: int, environ: Mapping[str, str]) -> int:
+    """Returns the number of threads that the user has set, else an equal share of the cores that this process may use."""
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        requested = environ.get(name, "").split(",")[0]
+        if requested.isdecimal() and int(requested) > 0:
+            return int(requested)
+    return max(1, len(os.sched_getaffinity(0)) // size)
+
+
+def worker_environment(
+    id: int, local_rank: int, settings: RunSettings, run_folder: RunFolder, environ: Mapping[str, str]
+) -> dict[str, str]:
+    """Returns what is added to the user's variables.
+
+    ``local_rank``: the number of the worker on this machine. A replacement has the number of the lost worker. In a
+    ``lockstep.Run`` the agent tells each worker its rank; the variables hold the rank with which the worker was started.
+    """
+    size = settings.size
+    env = {name: str(threads_per_worker(size, environ)) for name in THREAD_VARIABLES if name not in environ}
+    env |= {"LOCKSTEP_WORKER": str(id), "LOCKSTEP_RUN_DIR": str(run_folder.path)}
+    env |= {"LOCKSTEP_HANG_TIMEOUT": f"{settings.hang_timeout_s:g}", "LOCKSTEP_START_SIZE": str(size)}
+    if settings.ledger:
+        env["LOCKSTEP_LEDGER"] = str(run_folder.ledger)
+    size = max(size, local_rank + 1)  # the run was scaled up
+    env |= {"LOCKSTEP_RANK": str(local_rank), "LOCKSTEP_SIZE": str(size), "LOCKSTEP_STORE": f"file://{run_folder.store}"}
+    env |= {"LOCKSTEP_LOCAL_RANK": str(local_rank), "LOCKSTEP_LOCAL_SIZE": str(size)}
+    return env | _torchrun_environment(local_rank, size, settings, run_folder.path.name)
+
+
+def _torchrun_environment(rank: int, size: int, settings: RunSettings, run_id: str) -> dict[str, str]:
+    """torchrun's variables, for one machine. ``RANK`` 0 serves ``MASTER_PORT`` itself, because the agent has no torch."""
+    env = {name: str(rank) for name in ("RANK", "LOCAL_RANK", "ROLE_RANK")}
+    env |= {name: str(size) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE")}
+    env |= {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "ROLE_NAME": "default"}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(settings.master_port)}
+    env |= {"TORCHELASTIC_RUN_ID": run_id, "TORCHELASTIC_USE_AGENT_STORE": "False"}
+    env |= {"TORCHELASTIC_RESTART_COUNT": str(settings.restarts), "TORCHELASTIC_MAX_RESTARTS": str(settings.max_restarts)}
+    return env
