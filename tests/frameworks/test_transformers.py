@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.frameworks.torchrun import torchrun
+from tests.frameworks.torchrun import SCRIPTS, torchrun
 
 for package in ("transformers", "accelerate", "peft"):
     pytest.importorskip(package, reason=f"the package {package} is not installed: pip install -e '.[frameworks]'")
@@ -14,7 +14,7 @@ for package in ("transformers", "accelerate", "peft"):
 
 @pytest.mark.slow
 def test_trainer(tmp_path: Path) -> None:
-    workers = torchrun("train_transformers.py", tmp_path)
+    workers = torchrun(SCRIPTS / "train_transformers.py", tmp_path)
     for found in workers:
         for name, result in found.items():
             assert result.pop("is_ours") == (not name.startswith("torch"))

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from tests.frameworks.torchrun import write_result
+from tests.frameworks.torchrun import patched, write_results
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -63,6 +63,4 @@ def train(resumed: bool = False) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    with_torch = train()
-    lockstep.patch()
-    write_result(torch=with_torch, ours=train(), resumed=train(resumed=True))
+    write_results(torch=train, ours=patched(train), resumed=patched(lambda: train(resumed=True)))

@@ -8,7 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import DDPStrategy, Strategy
-from tests.frameworks.torchrun import write_result
+from tests.frameworks.torchrun import write_results
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -96,12 +96,12 @@ def fit_again() -> list[float]:
 if __name__ == "__main__":
     warnings.filterwarnings("ignore")  # Lightning advises on the numbers of loader processes and of logged steps
     ours = lockstep.integrations.lightning.LockstepStrategy
-    write_result(
-        torch=train(DDPStrategy(find_unused_parameters=True), manual=False),
-        ours=train(ours(), manual=False),
-        resumed=train_from_checkpoint(),
-        names=sorted(torch.load(CHECKPOINT, weights_only=False)["state_dict"]),
-        torch_manual=train(DDPStrategy(find_unused_parameters=True), manual=True),
-        ours_manual=train(ours(timeout_s=30), manual=True),
-        fit_again=fit_again(),
+    write_results(
+        torch=lambda: train(DDPStrategy(find_unused_parameters=True), manual=False),
+        ours=lambda: train(ours(), manual=False),
+        resumed=train_from_checkpoint,
+        names=lambda: sorted(torch.load(CHECKPOINT, weights_only=False)["state_dict"]),
+        torch_manual=lambda: train(DDPStrategy(find_unused_parameters=True), manual=True),
+        ours_manual=lambda: train(ours(timeout_s=30), manual=True),
+        fit_again=fit_again,
     )

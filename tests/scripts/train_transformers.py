@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 import torch
-from tests.frameworks.torchrun import write_result
+from tests.frameworks.torchrun import patched, write_results
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments, set_seed
 
@@ -105,12 +105,10 @@ def train_adapters(folder: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    with_torch, adapters_with_torch = train("torch"), train_adapters("torch-adapters")
-    lockstep.patch()
-    write_result(
-        torch=with_torch,
-        ours=train("ours"),
-        resumed=train("resumed", resume_from=f"ours/checkpoint-{STEPS // 2}"),
-        torch_adapters=adapters_with_torch,
-        adapters=train_adapters("adapters"),
+    write_results(
+        torch=lambda: train("torch"),
+        ours=patched(lambda: train("ours")),
+        resumed=patched(lambda: train("resumed", resume_from=f"ours/checkpoint-{STEPS // 2}")),
+        torch_adapters=lambda: train_adapters("torch-adapters"),
+        adapters=patched(lambda: train_adapters("adapters")),
     )

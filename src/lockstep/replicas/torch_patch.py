@@ -24,7 +24,10 @@ class TorchPatch:
             module.DistributedDataParallel = DistributedDataParallel
 
     def undo(self) -> None:
-        """Put back what was there before. May be called twice. Models that are wrapped already keep their class."""
+        """Put back what was there before. May be called twice.
+
+        Models that are wrapped keep Lockstep's class, and so do modules that have imported it by name.
+        """
         for module, before in zip(_MODULES, self._before):
             module.DistributedDataParallel = before
         self._before = []
