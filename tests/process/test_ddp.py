@@ -284,9 +284,13 @@ def copied(rank: int, size: int, has_group: bool) -> None:
         assert losses(each, rank, size) == expected
         assert digest(each) == digest(model)
         assert each.replica is not model.replica
-    with copies[0].no_sync():
-        loss_of(copies[0], *batch(rank, 12)).backward()
-    assert copies[0].require_backward_grad_sync
+    fresh = copy.deepcopy(copies[0])
+    loss = loss_of(fresh, *batch(rank, 12))
+    if rank == 0:  # not averaged: does not connect
+        with fresh.no_sync():
+            loss.backward()
+        assert fresh.connected_replica is None
+        assert fresh.require_backward_grad_sync
     _kept.append(copies)
 
 

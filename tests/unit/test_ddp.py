@@ -33,6 +33,11 @@ def test_it_counts_as_an_instance_of_torchs_class_and_inherits_nothing_from_it()
         _ = model._ddp_init_helper
 
 
+def test_torchs_join_context_is_refused_with_what_to_write_instead() -> None:
+    with pytest.raises(lockstep.UsageError, match=r"with model\.join"):
+        torch.distributed.algorithms.Join([lockstep.DistributedDataParallel(MLP())])
+
+
 def test_torchs_state_dict_functions_unwrap_it() -> None:
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 

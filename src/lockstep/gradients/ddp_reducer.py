@@ -196,6 +196,12 @@ class DdpReducer(BucketReducer[DdpBucket]):
         self._in_backward = False
         self.step += 1
 
+    def _too_late(self, index: int) -> TorchUsageError:
+        return TorchUsageError(str(super()._too_late(index)))
+
+    def _vanished(self, index: int) -> TorchUsageError:
+        return TorchUsageError(str(super()._vanished(index)))
+
     # -- launching ---------------------------------------------------------------------------
 
     def _allocate(self) -> list[DdpBucket]:

@@ -73,6 +73,7 @@ class DistributedDataParallel(nn.Module):
         bucket_cap_mb_list: The largest of these sizes is used as ``bucket_cap_mb``.
         batched_grad_copy: Accepted and not needed: gradients are always copied in batches.
         forward_sync_buffers: The same as ``broadcast_buffers``, which it overrides; buffers are copied now in any case.
+        init_sync_buffers: Whether ``init_sync`` copies buffers too; overrides what the two arguments above say of it.
         comm: How the ranks exchange gradients; see ``lockstep.replicate``.
         timeout_s: How long to wait for another rank before a ``PeerError`` names it.
 
@@ -112,6 +113,7 @@ class DistributedDataParallel(nn.Module):
         bucket_cap_mb_list: Sequence[float] | None = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
+        init_sync_buffers: bool | None = None,
         *,
         comm: Comm | str | None = None,
         timeout_s: float = 600.0,
@@ -150,13 +152,14 @@ class DistributedDataParallel(nn.Module):
             self.device_type, self.is_multi_device_module = self.device.type, len(set(devices)) > 1
             self.mixed_precision = _require_policy(mixed_precision)
             bucket_mb = max(bucket_cap_mb_list) if bucket_cap_mb_list else 25 if bucket_cap_mb is None else bucket_cap_mb
+            init_buffers = forward_sync_buffers is not None or broadcast_buffers is not False
             self._options = ReplicaOptions(
                 bucket_mb=bucket_mb,
                 broadcast_buffers=forward_sync_buffers if forward_sync_buffers is not None else broadcast_buffers is not False,
                 init_sync=init_sync,
                 ignore=tuple(sorted(self.parameters_to_ignore)),
                 timeout_s=timeout_s,
-                init_buffers=forward_sync_buffers is not None or broadcast_buffers is not False,
+                init_buffers=init_buffers if init_sync_buffers is None else init_sync_buffers,
                 reduce_dtype=None if mixed_precision is None else mixed_precision.reduce_dtype or mixed_precision.param_dtype,
             )
             self.bucket_bytes_cap = int(bucket_mb * (1 << 20))
@@ -225,13 +228,15 @@ class DistributedDataParallel(nn.Module):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _watch_unconnected(self, outputs: Any) -> None:
         """This wrapper is a copy, or another wrapper has hooked the module since: decide what to do when a backward comes."""
-        if torch.is_grad_enabled() and self._syncs_when_connected:
+        if torch.is_grad_enabled():
             for tensor in find_tensors(outputs):
                 on_backward(tensor, self._connect_in_backward)
 
     def _connect_in_backward(self) -> None:
         """The first backward of a copy, on all ranks. Raises UsageError if another wrapper has hooked the module."""
         with _connecting, _torch_errors():
+            if not self._syncs_when_connected:
+                return
             if self._replica is not None and self._replica.replaced:
                 raise UsageError(
                     f"two DistributedDataParallel wrap this {type(self.module).__name__}, and this is the older one: its gradients "
@@ -271,6 +276,10 @@ class DistributedDataParallel(nn.Module):
             throw_on_early_termination: Whether to raise a ``PeerError`` on all ranks as soon as one has no more data.
         """
         return self.replica.join(divide_by_initial_world_size, enable, throw_on_early_termination)
+
+    def join_hook(self, **kwargs: Any) -> Any:
+        """Raises UsageError: torch's generic ``Join`` context cannot drive this class. Use ``join()``."""
+        raise TorchUsageError("torch's Join([...]) cannot drive Lockstep's DistributedDataParallel. Use: with model.join(): ...")
 
     # -- communication hooks -----------------------------------------------------------------
 
