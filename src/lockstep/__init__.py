@@ -18,7 +18,9 @@ _MODULES = {
     "PeerError": "lockstep.errors",
     "Run": "lockstep.training.run",
     "UsageError": "lockstep.errors",
+    "WorkerError": "lockstep.errors",
     "World": "lockstep.world",
+    "launch": "lockstep.launcher.function_launch",
     "patch": "lockstep.replicas.torch_patch",
     "replica_of": "lockstep.replicas.replicate",
     "replicate": "lockstep.replicas.replicate",
@@ -32,7 +34,9 @@ __all__ = [
     "PeerError",
     "Run",
     "UsageError",
+    "WorkerError",
     "World",
+    "launch",
     "patch",
     "replica_of",
     "replicate",
@@ -40,7 +44,8 @@ __all__ = [
 
 if TYPE_CHECKING:
     from lockstep import integrations as integrations
-    from lockstep.errors import CorruptionError, InvariantError, LockstepError, PeerError, UsageError
+    from lockstep.errors import CorruptionError, InvariantError, LockstepError, PeerError, UsageError, WorkerError
+    from lockstep.launcher.function_launch import launch
     from lockstep.replicas.ddp import DistributedDataParallel
     from lockstep.replicas.replicate import replica_of, replicate
     from lockstep.replicas.torch_patch import patch

@@ -4,6 +4,7 @@ LockstepError
   UsageError       the user's: an argument, a variable or a model that cannot work as given
   PeerError        another worker's: it died, hangs, or left
   CorruptionError  the hardware's: replicas that must be equal differ
+  WorkerError      the function's of lockstep.launch: it failed on a worker
   InvariantError   Lockstep's: a state that its code must never reach
 """
 
@@ -60,6 +61,13 @@ class CorruptionError(LockstepError, RuntimeError):
 
     A bit has changed in the memory of some worker, or something outside the step writes to the model on some workers only. The
     message names the step after which all replicas were still equal: start again from a checkpoint of that step or before.
+    """
+
+
+class WorkerError(LockstepError, RuntimeError):
+    """Raised by ``lockstep.launch`` if the function failed on a worker, or if a worker was lost and could not be replaced.
+
+    The message has the traceback of the worker that failed first, and names the folder with the output of all workers.
     """
 
 

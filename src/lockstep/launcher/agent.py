@@ -31,9 +31,10 @@ from lockstep.launcher.recorded_results import RecordedResults
 from lockstep.launcher.run_folder import RunFolder
 from lockstep.launcher.shutdown import Shutdown
 from lockstep.launcher.standard_input import StandardInput
-from lockstep.launcher.worker import STACK_SIGNAL, Entrypoint, WorkerSpec
+from lockstep.launcher.worker import STACK_SIGNAL, WorkerSpec
 from lockstep.launcher.worker_messages import event_of, progress_of
 from lockstep.launcher.worker_processes import WorkerProcesses
+from lockstep.launcher.zygote_start import ZygoteStart
 from lockstep.plan import membership_events as events
 from lockstep.plan.membership import begin, decide
 from lockstep.plan.membership_hangs import is_watching
@@ -49,7 +50,8 @@ _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 class Settings:
     """The options of `lockstep run`. ``size``: how many workers to start. ``grace_s``: how long they may take to stop.
 
-    ``debug_rank``: the worker that gets the terminal; None: no worker does.
+    ``debug_rank``: the worker that gets the terminal; None: no worker does. ``threads``: of each worker; None: what the user has
+    set, or an equal share of the cores.
     """
 
     size: int
@@ -58,21 +60,23 @@ class Settings:
     policy: Policy = dataclasses.field(default_factory=Policy)
     ledger: bool = False
     debug_rank: int | None = None
+    threads: int | None = None
 
 
 class Agent:
-    """Runs ``entrypoint`` on ``settings.size`` workers. Call ``run`` once, in the main thread."""
+    """Runs a script or function on ``settings.size`` workers. Call ``run`` once, in the main thread.
 
-    def __init__(self, settings: Settings, entrypoint: Entrypoint, run_folder: RunFolder) -> None:
+    ``zygote_start``: how the process is started that forks the workers, which knows what they execute.
+    """
+
+    def __init__(self, settings: Settings, zygote_start: ZygoteStart, run_folder: RunFolder) -> None:
         self._settings, self._run_folder = settings, run_folder
         self._selector = selectors.DefaultSelector()
         self._output = NonblockingOutput()
         self._console = Console(self._output, shows_progress=settings.debug_rank is None)
         self._logs = Logs(run_folder, self._console)
         self._stdin = StandardInput(self._selector)
-        self._workers = WorkerProcesses(
-            self._selector, self, self._stdin, run_folder.path / "zygote.txt", entrypoint, settings.preload
-        )
+        self._workers = WorkerProcesses(self._selector, self, self._stdin, run_folder.path / "zygote.txt", zygote_start)
         self._control_socket = ControlSocket(run_folder.address, self._selector, self._answer)
         self._shutdown = Shutdown(self._workers, self._console, settings.grace_s, self._name)
         self._exit_status = ExitStatus(self._console, run_folder.path)
@@ -84,6 +88,8 @@ class Agent:
         self._clock = OwnClock()
         self._state, self._first_actions, _ = begin(settings.size, settings.policy)
         self._ranks: dict[int, int] = {}
+        self.finished: dict[int, int] = {}
+        """Rank -> the worker that had this rank when its script reached the end."""
         self._local_ranks = LocalRanks()
         self._master_port = MasterPort()
         self._pending_spawns: list[tuple[float, tuple[int, ...]]] = []  # (when, workers)
@@ -128,6 +134,11 @@ class Agent:
             self._logs.close_all()
             signal.set_wakeup_fd(-1)
             self._run_folder.close()
+
+    @property
+    def cause(self) -> Failure | None:
+        """The failure that ended the run; None if there was none."""
+        return self._exit_status.cause
 
     def _select_timeout_s(self) -> float:
         now = time.monotonic()
@@ -185,6 +196,8 @@ class Agent:
             self._on_script_raised(event, packet)
         if isinstance(event, events.ScriptFinished):
             self._exit_status.worker_finished(worker)
+            if worker in self._ranks:
+                self.finished[self._ranks[worker]] = worker
         self._decide(event)
 
     def _on_status(self, worker: int, packet: packets.Packet) -> None:
@@ -218,6 +231,7 @@ class Agent:
         self._store.forget(worker)
         self._results.forget(worker)
         self._local_ranks.release(worker)
+        self._pending_kills.pop(worker, None)
         code, how = (status, f"exit code {status}") if status >= 0 else (128 - status, _signal_name(-status))
         self._run_folder.record("exited", worker=worker, pid=pid, how=how)
         has_reported = self._exit_status.has_reported(worker)
@@ -241,6 +255,7 @@ class Agent:
         for id in workers:
             self._logs.close(id)
             self._local_ranks.release(id)
+            self._pending_kills.pop(id, None)
             if not is_fatal:
                 self._decide(events.Died(id, "could not be started"))
         if is_fatal:
@@ -333,7 +348,8 @@ class Agent:
     def _stop_all(self, action: events.StopAll) -> None:
         """Stop the workers that are left, because one has failed: SIGTERM now, SIGKILL after the grace."""
         for id in action.workers:
-            self._pending_kills[id] = time.monotonic() + self._settings.grace_s
+            is_started = self._workers.pid(id) is not None  # if not, it is killed as soon as it has a process
+            self._pending_kills[id] = time.monotonic() + (self._settings.grace_s if is_started else 0.0)
             self._workers.signal(id, signal.SIGTERM)
 
     def _start_again(self) -> None:
@@ -342,10 +358,10 @@ class Agent:
         self._run_folder.remove_store()
         self._master_port.close()
         self._master_port = MasterPort()
-        self._ranks = {}
+        self._ranks, self.finished = {}, {}
 
     def _form(self, action: events.Form) -> None:
-        self._ranks = {id: rank for rank, id in enumerate(action.members)}
+        self._ranks, self.finished = {id: rank for rank, id in enumerate(action.members)}, {}
         self._exit_status.generation_formed(action.members)
         self._store.begin(action.number)
         for id in action.members:
@@ -358,16 +374,16 @@ class Agent:
                 self._decide(events.Died(id, "was not started"))
             return
         given, policy = self._settings, self._settings.policy
+        threads = given.threads or threads_per_worker(given.size, os.environ)
         settings = RunSettings(
             given.size, given.ledger, policy.hang_timeout_s, self._master_port.number, self._state.restarts, policy.max_restarts
         )
-        threads = threads_per_worker(given.size, os.environ)
         specs = []
         for id, local_rank in self._local_ranks.assign(ids).items():
             self._logs.open(id)
             if self._state.generation < 0:
                 self._ranks[id] = local_rank
-            env = worker_environment(id, local_rank, settings, self._run_folder, os.environ)
+            env = worker_environment(id, local_rank, settings, self._run_folder, threads, os.environ)
             specs.append(WorkerSpec(id, env, threads, given.size == 1, local_rank == given.debug_rank))
         self._workers.spawn(specs)
 

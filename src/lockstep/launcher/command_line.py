@@ -59,6 +59,7 @@ def add_parsers(commands: Any) -> None:
 def run(given: argparse.Namespace) -> int:
     """Run a script or a module on several workers. Returns the exit code of the script."""
     from lockstep.launcher.agent import Agent, Settings
+    from lockstep.launcher.zygote_start import InterpreterStart
     from lockstep.plan.membership_state import Policy
 
     entrypoint = _entrypoint(given)
@@ -76,7 +77,7 @@ def run(given: argparse.Namespace) -> int:
         max_restarts=given.max_restarts,
     )
     settings = Settings(size, tuple(preload), given.grace, policy, given.ledger, given.debug_rank)
-    return Agent(settings, entrypoint, RunFolder.create(given.run_dir, time.time())).run()
+    return Agent(settings, InterpreterStart(entrypoint, preload), RunFolder.create(given.run_dir, time.time())).run()
 
 
 def scale(given: argparse.Namespace) -> int:

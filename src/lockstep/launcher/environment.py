@@ -48,7 +48,7 @@ def threads_per_worker(size: int, environ: Mapping[str, str]) -> int:
 
 
 def worker_environment(
-    id: int, local_rank: int, settings: RunSettings, run_folder: RunFolder, environ: Mapping[str, str]
+    id: int, local_rank: int, settings: RunSettings, run_folder: RunFolder, threads: int, environ: Mapping[str, str]
 ) -> dict[str, str]:
     """Returns what is added to the user's variables.
 
@@ -56,7 +56,7 @@ def worker_environment(
     ``lockstep.Run`` the agent tells each worker its rank; the variables hold the rank with which the worker was started.
     """
     size = settings.size
-    env = {name: str(threads_per_worker(size, environ)) for name in THREAD_VARIABLES if name not in environ}
+    env = {name: str(threads) for name in THREAD_VARIABLES if name not in environ}
     env |= {"LOCKSTEP_WORKER": str(id), "LOCKSTEP_RUN_DIR": str(run_folder.path)}
     env |= {"LOCKSTEP_HANG_TIMEOUT": f"{settings.hang_timeout_s:g}", "LOCKSTEP_START_SIZE": str(size)}
     if settings.ledger:

@@ -19,6 +19,8 @@ class ExitStatus:
         self._console, self._run_folder = console, run_folder
         self._codes: dict[int, int] = {}  # of the workers that failed
         self._peer_errors: dict[int, Failure] = {}
+        self.cause: Failure | None = None
+        """The first failure since the last generation was formed or all workers were started again, peer errors last."""
         self._traceback_shown = False
         self._reported: set[int] = set()
         self._finished: set[int] = set()
@@ -28,13 +30,13 @@ class ExitStatus:
         self._stopped_after: int | None = None
 
     def generation_formed(self, members: Sequence[int]) -> None:
-        self._codes, self._peer_errors, self._traceback_shown = {}, {}, False
+        self._codes, self._peer_errors, self._traceback_shown, self.cause = {}, {}, False, None
         self._members.update(members)
         self._staying = set(members)
 
     def workers_restart(self) -> None:
         """All workers are gone and start again: what has failed before does not count any more."""
-        self._codes, self._peer_errors, self._traceback_shown = {}, {}, False
+        self._codes, self._peer_errors, self._traceback_shown, self.cause = {}, {}, False, None
         self._finished = set()
 
     def checkpoint_saved(self, step: int, path: str) -> None:
@@ -63,6 +65,8 @@ class ExitStatus:
         is_peer_error = "PeerError" in failure.error.split(":")[0]
         if is_peer_error:
             self._peer_errors[failure.worker] = failure
+        if self.cause is None or (not is_peer_error and self.cause.worker in self._peer_errors):
+            self.cause = failure
         if show:
             with_traceback = not is_peer_error and not self._traceback_shown
             self._traceback_shown = self._traceback_shown or with_traceback

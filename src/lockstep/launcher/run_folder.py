@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
 import os
 import socket
@@ -37,8 +38,9 @@ class RunFolder:
         Raises UsageError if the folder cannot be made, belongs to another user, or if another run uses it now.
         """
         name = time.strftime("%Y%m%d-%H%M%S", time.localtime(now)) + f"-{os.getpid()}"
-        path = Path(requested) if requested is not None else Path("lockstep-runs") / name
-        path = Path(os.path.abspath(path))
+        path = Path(os.path.abspath(requested if requested is not None else Path("lockstep-runs") / name))
+        if requested is None and path.exists():  # this process has started another run in this second
+            path = next(other for count in itertools.count(2) if not (other := path.with_name(f"{name}-{count}")).exists())
         _require_utf8(path)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -92,6 +94,10 @@ class RunFolder:
     def close(self) -> None:
         for path in (self.socket_path, self.store, self.path / "agent.pid"):
             _unlink(path)  # if it cannot be removed, the lock still says that no run uses the folder any more
+        self.leave()
+
+    def leave(self) -> None:
+        """Close the folder in this process. It stays in use if a fork of this process has it."""
         os.close(self._folder)
         os.close(self._events)
 
@@ -168,7 +174,9 @@ def _short(path: Path, folder: str) -> str:
 def _move_aside(path: Path) -> None:
     for name in ("agent.sock", "store"):  # with an old store, workers would find those of the earlier run
         (path / name).unlink(missing_ok=True)
-    left = [entry for name in ("events.jsonl", "workers", "ledger", "zygote.txt") if (entry := path / name).exists()]
+    left = [
+        entry for name in ("events.jsonl", "workers", "ledger", "zygote.txt", "outcome.json") if (entry := path / name).exists()
+    ]
     if not left:
         return
     number = 1

@@ -91,8 +91,11 @@ def become_worker(spec: WorkerSpec, descriptors: Descriptors, agent_pid: int) ->
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
 
-def run_script(entrypoint: Entrypoint, spec: WorkerSpec, restored_env: dict[str, str | None], agent: int) -> int:
-    """Run the script and report its end to the agent; returns the exit code. ``restored_env``: variables the zygote changed."""
+def run_worker(execute: Callable[[], None], spec: WorkerSpec, restored_env: dict[str, str | None], agent: int) -> int:
+    """Call ``execute``, which runs the script, and report its end to the agent; returns the exit code.
+
+    ``restored_env``: variables that the zygote has changed.
+    """
     connection = socket.socket(fileno=os.dup(agent))  # the script may close its own
     pid = os.getpid()
     for name, value in restored_env.items():
@@ -107,7 +110,7 @@ def run_script(entrypoint: Entrypoint, spec: WorkerSpec, restored_env: dict[str,
     try:
         if patch_requested():
             lockstep.patch()
-        _run_as_main(entrypoint)
+        execute()
     except SystemExit as exit:
         code, text = _exit_code(exit.code)
         if text is not None:
@@ -167,7 +170,7 @@ def _set_up_libraries(threads: int) -> None:
         numpy_random.seed()
 
 
-def _run_as_main(entrypoint: Entrypoint) -> None:
+def run_as_main(entrypoint: Entrypoint) -> None:
     """As ``python script.py`` or ``python -m module``. The module stays ``__main__`` until the process exits."""
     main = types.ModuleType("__main__")
     main.__dict__["__builtins__"] = __builtins__
@@ -226,12 +229,16 @@ def _failure(error: BaseException) -> packets.Packet:
 
 
 def _place(error: BaseException) -> str:
-    """ "ValueError at train.py:12": the exception and the innermost line of the main script that it came through."""
+    """ "ValueError at train.py:12": the exception and the innermost line of the main script that it came through.
+
+    For a function of ``lockstep.launch``, the file that defines the function counts as the script.
+    """
     place = ""
-    main = getattr(sys.modules["__main__"], "__file__", None)
-    for frame, line in traceback.walk_tb(error.__traceback__):
-        if main is not None and frame.f_code.co_filename == main:
-            place = f"{type(error).__name__} at {main}:{line}"
+    frames = list(traceback.walk_tb(error.__traceback__))
+    main = {getattr(sys.modules["__main__"], "__file__", None), *(frame.f_code.co_filename for frame, _ in frames[:1])}
+    for frame, line in frames:
+        if frame.f_code.co_filename in main:
+            place = f"{type(error).__name__} at {frame.f_code.co_filename}:{line}"
     return place
 
 

@@ -18,8 +18,9 @@ from typing import Protocol
 
 from lockstep.launcher import linux, packets
 from lockstep.launcher.standard_input import StandardInput
-from lockstep.launcher.worker import Descriptors, Entrypoint, WorkerSpec
+from lockstep.launcher.worker import Descriptors, WorkerSpec
 from lockstep.launcher.zygote_client import ZygoteClient
+from lockstep.launcher.zygote_start import ZygoteStart
 
 _WORKERS_PER_REQUEST = packets.MAX_DESCRIPTORS // len(Descriptors._fields)
 _READ_BYTES = 1 << 16
@@ -52,6 +53,8 @@ class WorkerProcess:
     connection: socket.socket
     outputs: dict[int, int]
     pid: int | None = None
+    is_reaped: bool = False
+    """The process is gone, and its last packets are being read. Another process may have its pid."""
     unsent: deque[packets.Packet] = field(default_factory=deque)
     """Packets for which the socket has no room now."""
 
@@ -69,12 +72,11 @@ class WorkerProcesses:
         observer: WorkerObserver,
         stdin: StandardInput,
         zygote_log: Path,
-        entrypoint: Entrypoint,
-        preload: Sequence[str],
+        zygote_start: ZygoteStart,
     ) -> None:
         self._processes: dict[int, WorkerProcess] = {}
         self._selector, self._observer, self._stdin = selector, observer, stdin
-        self._zygote = ZygoteClient(selector, self, zygote_log, entrypoint, preload)
+        self._zygote = ZygoteClient(selector, self, zygote_log, zygote_start)
         linux.adopt_orphans()
 
     def start_zygote(self) -> None:
@@ -110,9 +112,9 @@ class WorkerProcesses:
                 self._send_unsent(process)
 
     def signal(self, id: int, number: int) -> None:
-        pid = self.pid(id)
-        if pid is not None:
-            os.kill(pid, number)  # it is not reaped, so no other process can have this pid
+        process = self._processes.get(id)
+        if process is not None and process.pid is not None and not process.is_reaped:
+            os.kill(process.pid, number)  # it is not reaped, so no other process can have this pid
 
     def cancel_unstarted(self) -> None:
         """Workers that have no process yet will get none: the zygote is killed."""
@@ -133,6 +135,7 @@ class WorkerProcesses:
                 continue  # the intermediate process has not exited yet: SIGCHLD will come when the worker is our child
             if pid == 0:
                 continue
+            process.is_reaped = True
             self._read_packets(process)
             self._read_all_output(process)
             self._remove(process)

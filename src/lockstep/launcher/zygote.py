@@ -17,17 +17,19 @@ A process that has threads is never forked: a lock that another thread holds wou
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import os
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from lockstep.launcher import packets
 from lockstep.launcher.linux import die_with_parent, threads
-from lockstep.launcher.worker import Descriptors, Entrypoint, WorkerSpec, become_worker, exit_process, run_script
+from lockstep.launcher.worker import Descriptors, Entrypoint, WorkerSpec, become_worker, exit_process, run_as_main, run_worker
 
 PRELOAD = (
     "torch",
@@ -50,11 +52,19 @@ def main() -> None:
     if error is not None:
         packets.send(connection, {"type": "unusable", "error": error})
         return
+    serve(connection, agent_pid, functools.partial(run_as_main, entrypoint), prepare["restored_env"])
+
+
+def serve(connection: socket.socket, agent_pid: int, execute: Callable[[], None], restored_env: dict[str, str | None]) -> None:
+    """Fork workers that call ``execute``, as requested until the agent closes its end. Then returns; never returns in a worker.
+
+    This process must have one thread. ``restored_env``: the variables that were changed for this process.
+    """
     forked = _serve(connection, agent_pid)
     if forked is not None:
         spec, descriptors = forked
         gc.enable()
-        exit_process(run_script(entrypoint, spec, prepare["restored_env"], descriptors.agent))
+        exit_process(run_worker(execute, spec, restored_env, descriptors.agent))
 
 
 def _import_all(preload: list[str], sys_path_0: str) -> str | None:

@@ -11,18 +11,16 @@ import os
 import selectors
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-import lockstep
 from lockstep.launcher import packets
-from lockstep.launcher.environment import THREAD_VARIABLES, WORKER_VARIABLES
 from lockstep.launcher.idle_times import IdleTimes
-from lockstep.launcher.worker import Entrypoint, WorkerSpec
+from lockstep.launcher.worker import WorkerSpec
+from lockstep.launcher.zygote_start import Process, ZygoteStart
 
 _MAX_FAILED_STARTS = 3
 _SEND_TIMEOUT_S = 30.0
@@ -40,7 +38,7 @@ class ZygoteObserver(Protocol):
 
 @dataclass
 class ZygoteProcess:
-    process: subprocess.Popen[bytes]
+    process: Process
     connection: socket.socket
     requested: set[int] = field(default_factory=set)
     """Workers that it was asked for and has not forked yet."""
@@ -49,30 +47,13 @@ class ZygoteProcess:
 class ZygoteClient:
     """Call ``start`` once, then ``fork``. Everything else happens when the selector sees a packet."""
 
-    def __init__(
-        self, selector: selectors.BaseSelector, observer: ZygoteObserver, log: Path, entrypoint: Entrypoint, preload: Sequence[str]
-    ) -> None:
-        self._selector, self._observer, self._log = selector, observer, log
+    def __init__(self, selector: selectors.BaseSelector, observer: ZygoteObserver, log: Path, how: ZygoteStart) -> None:
+        self._selector, self._observer, self._log, self._how = selector, observer, log, how
         self._zygotes: list[ZygoteProcess] = []
         self._current: ZygoteProcess | None = None
         self._failed_starts = 0
         self._has_forked = False
         self._idle_times = IdleTimes()
-        self._env = {name: value for name, value in os.environ.items() if name not in WORKER_VARIABLES}
-        restored_env = {name: self._env.get(name) for name in (*THREAD_VARIABLES, "PYTHONHASHSEED", "PYTHONPATH")}
-        self._prepare = {
-            "type": "prepare",
-            "preload": list(preload),
-            "entrypoint": asdict(entrypoint),
-            "restored_env": restored_env,
-        }
-        # One seed for all workers and their replacements: sets of strings have the same order in each.
-        self._env.setdefault("PYTHONHASHSEED", str(int.from_bytes(os.urandom(4), "big")))
-        for name in THREAD_VARIABLES:
-            self._env[name] = "1"  # a library that starts threads when it is imported could not be forked
-        source = str(Path(lockstep.__file__).parents[1])
-        if source not in [os.path.abspath(path) for path in sys.path[1:]]:
-            self._env["PYTHONPATH"] = os.pathsep.join(filter(None, (source, self._env.get("PYTHONPATH"))))
 
     @property
     def is_forking(self) -> bool:
@@ -87,23 +68,14 @@ class ZygoteClient:
     def start(self) -> ZygoteProcess:
         """Start a zygote. It imports torch in the background."""
         connection, remote = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-        command = [sys.executable, *flags, "-P", "-m", "lockstep.launcher.zygote", str(remote.fileno()), str(os.getpid())]
         with self._open_log() as log, remote:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=self._env,
-                pass_fds=[remote.fileno()],
-                process_group=0,
-            )
+            process = self._how.start(remote, log)
         zygote = self._current = ZygoteProcess(process, connection)
         self._zygotes.append(zygote)
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._on_packet(zygote))
         try:
-            packets.send(connection, self._prepare)
+            if self._how.prepare is not None:
+                packets.send(connection, self._how.prepare)
         except OSError:
             pass  # the zygote is dead; when the selector sees that, another zygote is started
         connection.setblocking(False)
@@ -162,8 +134,6 @@ class ZygoteClient:
 
     def close(self) -> None:
         """Called after all processes were reaped."""
-        for zygote in self._zygotes:
-            zygote.process.returncode = 0  # keeps subprocess from waiting for it
         if self._current is not None:
             self._disconnect(self._current)
         self._zygotes = []
