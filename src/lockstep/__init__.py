@@ -21,6 +21,7 @@ _MODULES = {
     "WorkerError": "lockstep.errors",
     "World": "lockstep.world",
     "launch": "lockstep.launcher.function_launch",
+    "patch": "lockstep.replicas.torch_patch",
     "replica_of": "lockstep.replicas.replicate",
     "replicate": "lockstep.replicas.replicate",
 }
@@ -36,20 +37,25 @@ __all__ = [
     "WorkerError",
     "World",
     "launch",
+    "patch",
     "replica_of",
     "replicate",
 ]
 
 if TYPE_CHECKING:
+    from lockstep import integrations as integrations
     from lockstep.errors import CorruptionError, InvariantError, LockstepError, PeerError, UsageError, WorkerError
     from lockstep.launcher.function_launch import launch
     from lockstep.replicas.ddp import DistributedDataParallel
     from lockstep.replicas.replicate import replica_of, replicate
+    from lockstep.replicas.torch_patch import patch
     from lockstep.training.run import Run
     from lockstep.world import World
 
 
 def __getattr__(name: str) -> Any:
+    if name == "integrations":
+        return importlib.import_module("lockstep.integrations")
     module = _MODULES.get(name)
     if module is None:
         raise AttributeError(f"module 'lockstep' has no attribute {name!r}; it has {', '.join(__all__)}")

@@ -137,6 +137,14 @@ def require_comm(name: str, argument: str) -> str:
     return name
 
 
+def patch_requested(environ: Mapping[str, str] | None = None) -> bool:
+    """Returns whether LOCKSTEP_DDP is 1: `lockstep run` then calls ``lockstep.patch()``. Must be 0, 1 or empty."""
+    requested = (os.environ if environ is None else environ).get("LOCKSTEP_DDP", "")
+    if requested not in ("", "0", "1"):
+        raise UsageError(f"LOCKSTEP_DDP={requested!r} is not a choice. Set it to 1 for lockstep.patch(), or unset it.")
+    return requested == "1"
+
+
 def ask_cublas_to_repeat() -> None:
     """Make cuBLAS deterministic. Must be called before its first use. A value that the user has set is kept."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -36,7 +36,10 @@ def test_few_blocks_are_not_run_and_each_says_why() -> None:
     for page, action, reason in skips:
         assert action == "next", f"{page}: skip one block at a time"
         assert len(reason.strip().strip('"')) > 10, f"{page}: say why the block is not run"
-    assert len(skips) <= 5
+    always = [
+        reason for _, _, reason in skips if not reason.strip().startswith("if(")
+    ]  # the others need a package that make installs
+    assert len(always) <= 5
 
 
 def test_the_transcript_of_the_readme_is_the_one_that_is_run() -> None:

@@ -97,6 +97,7 @@ def code_of(docstring: str) -> list[str]:
     return [textwrap.dedent(found) for found in re.findall(r"::\n\n((?:(?: {4,}.*)?\n?)+)", docstring)]
 
 
+@pytest.mark.filterwarnings("ignore:.* imported torch's DistributedDataParallel before")  # modules of other tests did
 @pytest.mark.parametrize("name", [name for name, value in public() if re.search(r">>>|::\n\n", value.__doc__ or "")])
 def test_the_examples_of_docstrings_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # examples may write files

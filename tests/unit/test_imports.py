@@ -21,6 +21,7 @@ LEVEL = {
     "checkpoint": 4,
     "replicas": 4,
     "training": 5,
+    "integrations": 5,
     "__main__": 6,
     "__init__": 7,
 }

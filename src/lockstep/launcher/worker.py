@@ -20,8 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+import lockstep
 from lockstep.launcher import packets, rank_reads
 from lockstep.launcher.linux import die_with_parent
+from lockstep.world import patch_requested
 
 step_now: Callable[[], int] | None = None
 """lockstep.Run sets this in its process: returns the current step, which is reported if the script raises."""
@@ -106,6 +108,8 @@ def run_worker(execute: Callable[[], None], spec: WorkerSpec, restored_env: dict
     rank_reads.watch(lambda needs_peers: _send(connection, {"type": "rank read", "needs_peers": needs_peers}, pid))
     report: packets.Packet = {"type": "finished", "code": 0}
     try:
+        if patch_requested():
+            lockstep.patch()
         execute()
     except SystemExit as exit:
         code, text = _exit_code(exit.code)

@@ -374,6 +374,14 @@ class DistributedDataParallel(nn.Module):
     def _set_params_and_buffers_to_ignore_for_model(module: nn.Module, params_and_buffers_to_ignore: Sequence[str]) -> None:
         module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore  # type: ignore[assignment]
 
+    _active_ddp_module: Any = None
+    """An instance of torch's class whose ``forward`` runs. Under ``lockstep.patch``, torch sets and reads it here."""
+
+    @classmethod
+    def _get_active_ddp_module(cls) -> Any:
+        """``torch.compile`` asks for it to split graphs at torch's buckets. Instances of our class need no such splits."""
+        return cls._active_ddp_module
+
     def _set_static_graph(self) -> None:
         """Changes ``static_graph`` only: the graph may be static or not."""
         self.static_graph = True
