@@ -653,3 +653,11 @@ def test_workers_that_never_ask_for_their_rank_are_reported() -> None:
     assert end.notes[0].startswith("2 workers ran the whole script independently")
     for state in (play(begin(2)[0], RankRead(1))[0], connected(2)):
         assert play(state, *ends)[1] == [End(0, "all workers have finished")]
+
+
+def test_workers_that_end_the_script_after_different_steps_fail_the_run() -> None:
+    """A replacement that counts in a variable of its own leaves its loop later than the others."""
+    state, _ = play(running(2), ScriptFinished(0, 7), Died(0, "exit code 0", exited=True))
+    _, actions = play(state, ScriptFinished(1, 9), Died(1, "exit code 0", exited=True))
+    assert actions[-1].code == 1
+    assert "worker 0 after step 7, worker 1 after step 9" in actions[-1].why

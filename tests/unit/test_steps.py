@@ -110,6 +110,7 @@ def by_lbfgs(lanes: int, optimizer: Any) -> nn.Module:
     for step in run.steps(data(32), global_batch=16):
 
         def closure(step: Any = step) -> float:
+            opt.zero_grad()
             for batch in step:
                 run.log(loss=backward(model, batch))
             return float(step.means["loss"])
@@ -118,8 +119,46 @@ def by_lbfgs(lanes: int, optimizer: Any) -> nn.Module:
     with pytest.raises(UsageError, match=r"LBFGS needs a closure.*run\.steps"):
         for batch in run.shard(data(32), global_batch=16):
             backward(model, batch)
+            opt.step()
     run.close()
     return model
+
+
+def test_gradients_inside_a_lane_and_of_earlier_phases_belong_to_the_user() -> None:
+    """Clipping in each lane, gradients from autograd.grad, and phases whose gradients add up, as without Run."""
+    x, y = data(16).tensors
+    reference, extra = build("mlp"), nn.Linear(4, 1)
+    expected = [torch.zeros_like(p) for p in reference.parameters()]
+    for lane in range(4):
+        reference.zero_grad()
+        backward(reference, (x[4 * lane :][:4], y[4 * lane :][:4]))
+        nn.utils.clip_grad_norm_(reference.parameters(), 0.01)
+        for total, p in zip(expected, reference.parameters(), strict=True):
+            total += p.grad / 4
+    model = build("mlp")
+    opt = torch.optim.SGD([*model.parameters(), *extra.parameters()], lr=0.1)
+    run = lockstep.Run([model, extra], opt, lanes=4)
+    for step in run.steps(data(16), global_batch=16):
+        for batch in step:
+            backward(model, batch)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        for batch in step:
+            loss = extra(model(batch[0]).detach()).sum()
+            for p, grad in zip(extra.parameters(), torch.autograd.grad(loss, list(extra.parameters())), strict=True):
+                p.grad = grad
+            batch[0].zero_()  # the user's own copy
+        for p, grad in zip(model.parameters(), expected, strict=True):
+            torch.testing.assert_close(p.grad, grad)
+        assert all(p.grad is not None and p.grad.any() for p in extra.parameters())
+        for batch in step:
+            assert batch[0].any()
+            backward(model, batch)
+            run.log(a=1)
+        assert not torch.equal(next(model.parameters()).grad, expected[0])
+        for _ in step:
+            run.log(b=2)  # a phase without backward
+        assert step.means == {"b": 2.0}
+    run.close()
 
 
 def test_a_break_after_some_steps_keeps_them() -> None:
@@ -254,7 +293,17 @@ def test_every_misuse_gets_a_sentence() -> None:
             loss.backward(retain_graph=True)
         loss.backward()
 
+    def goes_back_twice(run: Any, model: Any, opt: Any, step: Any) -> None:
+        for step in run.steps(data(32), global_batch=16, overlap=True):
+            for batch in step:
+                backward(model, batch)
+                backward(model, batch)
+
     kept: list[Any] = []
+    run, model, opt = made()
+    with pytest.raises(UsageError, match="overlap=True"):
+        goes_back_twice(run, model, opt, None)
+    run.close()
     each(uses_old_step, "a step was used after its iteration")
     each(goes_back_outside, r"backward\(\) was called behind the loop over the lanes")
     each(steps_inside, r"SGD.step\(\) was called inside the loop over the lanes of step 0")

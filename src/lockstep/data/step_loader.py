@@ -108,6 +108,11 @@ class StepLoader:
     def has_length(self) -> bool:
         return self._map_source is not None
 
+    @property
+    def loads_alone(self) -> bool:
+        """Whether a worker can load a step again without talking to the others."""
+        return self._map_source is not None and self._options.sampler is None
+
     def micro_batches_from(self, position: tuple[int, int] | None) -> int:
         """Return how many micro-batches this worker has from there to the end of the last epoch. None: the loop is complete."""
         source = self._require_length()

@@ -15,7 +15,9 @@ They own the order of the events. Their drivers (training/loop.py, training/phas
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 from lockstep.data.shard import LoopDriver
@@ -37,8 +39,8 @@ class PhaseDriver(Protocol):
     def lane(self) -> int:
         """The lane that the inner body works on."""
 
-    def loop_entered(self) -> None:
-        """The loop that was entered is a loop over steps."""
+    def loop_entered(self, overlap: bool) -> None:
+        """The loop that was entered is a loop over steps. ``overlap``: see ``run.steps``."""
 
     def steps_abandoned(self) -> None:
         """The user left the loop over steps, by ``break`` or by an exception in its body."""
@@ -141,8 +143,8 @@ class Steps:
         UsageError: If the dataset cannot be loaded with these options.
     """
 
-    def __init__(self, loop: LoopDriver, phases: PhaseDriver, dataset: Any, options: LoaderOptions) -> None:
-        self._loop, self._phases = loop, phases
+    def __init__(self, loop: LoopDriver, phases: PhaseDriver, dataset: Any, options: LoaderOptions, overlap: bool) -> None:
+        self._loop, self._phases, self._overlap = loop, phases, overlap
         self._loader = StepLoader(loop, dataset, options, needs_a_batch=False)
 
     def __len__(self) -> int:
@@ -152,7 +154,7 @@ class Steps:
         stage = self._loop.enter_loop(self._loader.settings)
         if stage is None:
             return
-        self._phases.loop_entered()
+        self._phases.loop_entered(self._overlap)
         try:
             with self._loader.opened(stage):
                 steps = _LoadedSteps(self._loop, self._phases, self._loader)
@@ -178,11 +180,14 @@ class _LoadedSteps:
         self._generation: int | None = None
         self._steps: Iterator[LoadedStep] = iter(())
         self._current: LoadedStep | None = None
-        self._loaded: list[tuple[MicroBatch, bool]] = []
+        self._kept: list[tuple[MicroBatch, bool]] = []
+        self._is_read = self._keeps = False
+        self._passes = 0
 
     def advance(self) -> bool:
         """Load the step at the driver's position. Returns False if the loop is complete."""
         self.number += 1
+        self._keeps, self._passes = self._passes > 1 or not self._loader.loads_alone, 0
         while self._loader.is_incomplete:
             try:
                 if self._generation != self._phases.generation:
@@ -206,15 +211,28 @@ class _LoadedSteps:
         return sum(count > 0 for count in self.plan.counts[first:last]) or 1
 
     def micro_batches(self) -> Iterator[tuple[MicroBatch, bool]]:
-        """Yield (micro-batch, whether it is the last) of this worker's lanes: in every phase the same ones."""
+        """Yield (micro-batch, whether it is the last) of this worker's lanes. The user may change what is yielded.
+
+        Each call is a pass. If the last step had several passes, the micro-batches are kept for the next one, and copies are
+        yielded; otherwise they are loaded again.
+        """
+        self._fresh()
+        if self._is_read and not self._keeps:
+            self._reload()
+        self._is_read = True
+        self._passes += 1
         source, at = self._fresh().micro_batches, 0
         while True:
-            if at == len(self._loaded):
+            if at == len(self._kept):
                 loaded = next(source, None)
                 if loaded is None:
                     return
-                self._loaded.append(loaded)
-            yield self._loaded[at]
+                if not self._keeps:
+                    yield loaded
+                    continue
+                self._kept.append(loaded)
+            micro_batch, is_last = self._kept[at]
+            yield replace(micro_batch, batch=copy.deepcopy(micro_batch.batch)), is_last
             at += 1
 
     def _fresh(self) -> LoadedStep:
@@ -232,4 +250,4 @@ class _LoadedSteps:
         if self._current is not None:
             for _ in self._current.micro_batches:  # the user has not looped over all lanes: the loader gives them in order
                 pass
-        self._current, self._loaded = next(self._steps, None), []
+        self._current, self._kept, self._is_read = next(self._steps, None), [], False

@@ -37,8 +37,6 @@ PUBLISHED = 64
 """The last checkpoint is published, or has failed. Rank 0 sets this bit, because it publishes checkpoints."""
 STOP = 32
 """The run was asked to stop: save, and leave after this step."""
-REPEAT = 128
-"""A lane of this worker had one backward more than expected: repeat the phase (lane_engine.py)."""
 
 
 @dataclass(frozen=True)

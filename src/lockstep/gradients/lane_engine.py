@@ -10,12 +10,11 @@ several backwards (``collects``): the loop calls ``end_lane`` and ``average``.
 
 The engine is always in one ``EngineState``. A backward in a state that does not allow it raises UsageError.
 
-Note: several backwards in a lane
----------------------------------
-The gradients of a lane are complete after its last backward, and which one is the last is known only when the lane has ended. But
-buckets should leave while the last backward of the last lane runs. So the engine expects as many backwards as the lanes of this
-phase had before, and sends buckets during the last one that it expects. If one more comes, this phase cannot be completed: the
-worker says so in its control word (REPEAT), and all workers repeat the phase, expecting more.
+Note: gradients inside a lane of run.steps
+------------------------------------------
+There, ``param.grad`` belongs to the user until the lane has ended: several backwards add up, clipping each lane or setting
+``param.grad`` means what it says. So nothing is sent before the last lane has ended, unless the user gives up that freedom
+(``overlap=True``): then each lane has one backward, and buckets leave while the last one runs, as in a loop over ``run.shard``.
 """
 
 from __future__ import annotations
@@ -26,14 +25,13 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 
 from lockstep.comm.base import Comm
 from lockstep.errors import PeerError, UsageError
 from lockstep.gradients.autograd_hooks import AutogradHooks
 from lockstep.gradients.control_word import (
     COUNTED,
-    REPEAT,
     WEIGHED,
     ControlWord,
     Position,
@@ -116,10 +114,10 @@ class LaneEngine:
         self.requests_of_all: tuple[int, ...] = ()
         self.total_weight = 0.0
         self._peer_error: PeerError | None = None
-        self._collects = False
+        self._collects, self.step, self._position = False, -1, (0, 0, 0, 0)
         self._report = b""  # the mask of the parameters that report their gradients at once
-        self._is_sending = False  # whether buckets leave during this backward
-        self._expected_backwards: dict[int, int] = {}  # phase -> the most backwards that a lane had
+        self._sends_early = True  # whether buckets leave during the last backward
+        self._earlier: dict[int, Tensor] = {}  # parameter -> its gradient from the phases of this step before
         self._hooks = AutogradHooks(self.params, self._begin, self._ready, self._end)
         self._model.hook(self._hooks)
 
@@ -161,25 +159,45 @@ class LaneEngine:
 
     # -- called by the training loop ---------------------------------------------------------
 
-    def start_phase(self, step: int, counts: Sequence[int], position: Position = (0, 0, 0, 0), *, collects: bool = False) -> None:
+    def start_phase(
+        self,
+        step: int,
+        counts: Sequence[int],
+        position: Position = (0, 0, 0, 0),
+        *,
+        collects: bool = False,
+        overlap: bool = True,
+    ) -> None:
         """A phase of a step begins, possibly again.
 
         Args:
             step: The step.
             counts: The number of samples of every lane of the run.
             position: (stage of the loop, epoch, index in the epoch, phase), which must be equal on all ranks.
-            collects: Whether ``end_lane`` and ``average`` will be called. Then a lane may have any number of backwards, and a lane
-                that is not started counts for nothing.
+            collects: Whether ``end_lane`` and ``average`` will be called. Then a lane that is not started counts for nothing.
+            overlap: Whether a lane has one backward at most, so that buckets can leave while the last one runs.
         """
-        self.step, self._position, self._collects = step, position, collects
+        if (step, position) != (self.step, self._position):
+            self._keep_gradients(is_first=position[3] == 0)
+        self.step, self._position, self._collects, self._sends_early = step, position, collects, overlap
         self._weights = LaneWeights(counts, self.my_lanes)
         self._settings_hash: int | None = None
         self._reducer.start_phase(step)
         self._lane_buffers.start_phase(step)
         self.requests_of_all = ()
-        self._is_last = self._must_repeat = False
+        self._is_last = False
         self._lanes_run: set[int] = set()
         self.state = EngineState.IDLE
+
+    def _keep_gradients(self, is_first: bool) -> None:
+        """Keep the gradients of earlier phases of this step: this phase adds to them, as a second backward does without Run."""
+        found = () if is_first else ((i, param.grad) for i, param in enumerate(self.params))
+        self._earlier = {i: grad.clone() for i, grad in found if grad is not None}  # a bucket's memory is used again
+
+    def _add_earlier_gradients(self) -> None:
+        for i, earlier in self._earlier.items():
+            grad = self.params[i].grad
+            self.params[i].grad = earlier.clone() if grad is None else earlier + grad  # the phase may yet be repeated
 
     def start_lane(self, lane: int, is_last: bool) -> None:
         """The loop body runs next on lane ``lane``. ``is_last``: it is this worker's last lane with samples in this phase."""
@@ -196,21 +214,20 @@ class LaneEngine:
         self._weights.skip(lane)
 
     def end_lane(self) -> None:
-        """A lane that ``collects`` is over: add its gradients to the partial sums. A lane without a backward counts for nothing."""
+        """A lane that ``collects`` is over: add its gradients to the partial sums. A lane without gradients counts for nothing."""
         if self.state is EngineState.DISCARDED:
             return
-        if not self._backwards:
+        has_gradients = bool(self._backwards) or any(param.grad is not None for param in self.params)
+        if not has_gradients:
             self._weights.skip(self._lane)
-            if self._is_last:
-                self._begin_lane()
-        expected = self._expected_backwards.get(self._position[3], 0)
-        self._expected_backwards[self._position[3]] = max(expected, self._backwards)
-        self._recovering(self._fold_lane if self._backwards or self._is_last else self._drop_lane)
+        if not self._backwards and (has_gradients or self._is_last):
+            self._begin_lane()
+        self._recovering(self._fold_lane if has_gradients or self._is_last else self._drop_lane)
 
     def average(self) -> None:
         """All lanes that ``collect`` are over: average the gradients of all workers. Collective.
 
-        Afterwards the state is AVERAGED; or DISCARDED, if a worker was lost or the phase must be repeated.
+        Afterwards the state is AVERAGED; or DISCARDED, if a worker was lost.
         """
         if self.state is EngineState.DISCARDED:
             return
@@ -289,29 +306,26 @@ class LaneEngine:
             raise UsageError(_OUTSIDE_LANES if self._collects and self.state in _AVERAGED else _WRONG_STATE[self.state])
         self.state = EngineState.BACKWARD
         self._backwards += 1
-        report = self._begin_lane() if self._backwards == 1 else self._report
-        if not self._collects:
-            return report
-        self._must_repeat |= self._is_sending
-        self._is_sending = self._is_last and self._backwards == self._expected_backwards.get(self._position[3])
-        return report if self._is_sending else bytes(len(self.params))
+        if self._backwards == 1:
+            self._begin_lane()
+        elif self._sends_early:
+            raise UsageError(_SECOND_BACKWARD)
+        return self._report if self._sends_early else bytes(len(self.params))
 
-    def _begin_lane(self) -> bytes:
-        """The gradients of a lane will come. Returns the mask of the parameters that report theirs at once."""
+    def _begin_lane(self) -> None:
+        """The gradients of a lane will come."""
         if self._is_last:
             self._callbacks.before_send()
         if self._settings_hash is None:
             self._settings_hash = self._callbacks.settings_hash()
-        self._is_sending = not self._collects
         self._report = self._reducer.begin(
             WeightedMicroBatch(self._lane, self._weights.share(self._lane), self._weights.scale, self._is_last)
         )
-        return self._report
 
     def _ready(self, indices: Sequence[int]) -> None:
         if self.state is not EngineState.BACKWARD or self._peer_error is not None:
             return
-        if not self._is_sending or self._must_repeat:
+        if not self._sends_early:
             self._reducer.note_order(indices)
             return
         try:
@@ -357,12 +371,10 @@ class LaneEngine:
         self._compare(words)
         self.requests_of_all = tuple(word.requests for word in words)
         weights = [weight for word in words for weight in word.weights]
-        self.total_weight = math.fsum(weights)
+        self.total_weight = math.fsum(weights) or float(sum(self._weights.counts))
         correction = self._weights.correction(weights)
         self._reducer.finish(union([word.present for word in words]), correction)
-        if any(word.requests & REPEAT for word in words):
-            self.discard_step()
-            return
+        self._add_earlier_gradients()
         if correction:
             changed = union([word.changed for word in words])
             self._lane_buffers.average(changed, self._weights, self._weights.scale_of_buffers(weights))
@@ -375,8 +387,7 @@ class LaneEngine:
         settings_hash = self._callbacks.settings_hash()
         if settings_hash != self._settings_hash:
             self._callbacks.on_settings_differ(None)
-        requests = self._callbacks.requests() | self._weights.kinds() | (REPEAT if self._must_repeat else 0)
-        weights = tuple(self._weights.mine.values())
+        requests, weights = self._callbacks.requests() | self._weights.kinds(), tuple(self._weights.mine.values())
         present, changed = bytes(self._reducer.present), self._lane_buffers.changed()
         return ControlWord(self.step, self._position, settings_hash, requests, weights, present, changed)
 
@@ -399,6 +410,10 @@ _AFTER_BACKWARD = (EngineState.LANE, EngineState.FOLDED, *_AVERAGED)
 _OUTSIDE_LANES = (
     "backward() was called behind the loop over the lanes of a step, where param.grad holds the averages of all workers. Call it "
     "in that loop, or loop over the step again (`for batch in step:`) for another set of gradients."
+)
+_SECOND_BACKWARD = (
+    "backward() was called twice in one lane of run.steps(..., overlap=True), whose gradients leave while the first backward runs. "
+    "Add the losses and call backward() once, or pass overlap=False."
 )
 _WRONG_STATE = {
     EngineState.IDLE: (

@@ -120,6 +120,8 @@ def run_worker(execute: Callable[[], None], spec: WorkerSpec, restored_env: dict
             report = {"type": "failed", "error": error, "traceback": "", "step": _step(), "code": code, "place": _place(exit)}
     except BaseException as error:  # noqa: BLE001 - becomes an event of the agent, and the exit code of this process
         report = _failure(error)
+    if report["type"] == "finished":
+        report["step"] = _step()
     _flush()
     if not _send(connection, report, pid) and report["type"] == "failed":
         print(report["traceback"], file=sys.stderr)  # for the log

@@ -40,7 +40,7 @@ def event_of(worker: int, pid: int | None, packet: Packet) -> events.Event | Non
             case "rank read":
                 return events.RankRead(worker, bool(packet.get("needs_peers", False)))
             case "finished":
-                return events.ScriptFinished(worker)
+                return events.ScriptFinished(worker, int(packet.get("step", -1)))
     except _MALFORMED:
         pass
     return None

@@ -44,13 +44,24 @@ class LaneLog:
         self._means: dict[str, list[float]] = {}  # name -> [mean, weight], of the epoch that began after step ...
         self._means_of = 0  # ... this one
         self._number = 0
+        self._noted_step, self._number_in_step = -1, 0
 
-    def note(self, step: int, lane: int, values: Mapping[str, Any], *, phase: int = 0, weight: float | None = None) -> None:
-        """Keep what the user logged in one lane of a phase of a step. ``weight`` is None until the lane has ended.
+    def note(self, step: int, lane: int, values: Mapping[str, Any], *, phase: int = 0) -> None:
+        """Keep what the user logged in one lane of a phase of a step. Its weight is known when the lane has ended.
 
         Raises:
             UsageError: If a value is not a number or a tensor of one element.
         """
+        self._number += 1
+        self._mine.append(_Entry(step, phase, lane, self._number, self._plain(values), None))
+
+    def note_of_step(self, step: int, values: Mapping[str, Any], *, phase: int = 0) -> None:
+        """Keep what the user logged for the step, on every worker alike: as one value of weight 1, not one of each worker."""
+        self._number_in_step = self._number_in_step + 1 if step == self._noted_step else 0
+        self._noted_step = step
+        self._mine.append(_Entry(step, phase, -1, self._number_in_step, self._plain(values), 1.0))
+
+    def _plain(self, values: Mapping[str, Any]) -> dict[str, Any]:
         kept: dict[str, Any] = {}
         for name, value in values.items():
             if isinstance(value, Tensor):
@@ -66,8 +77,7 @@ class LaneLog:
                     raise UsageError(
                         f"run.log({name}={value!r:.60}) is not a number. Log a number or a tensor of one element."
                     ) from None
-        self._number += 1
-        self._mine.append(_Entry(step, phase, lane, self._number, kept, weight))
+        return kept
 
     def weigh(self, weight: float) -> None:
         """Give the values that were noted since the last call this weight. Called at the end of each micro-batch."""

@@ -186,6 +186,8 @@ def _on_script_finished(state: State, event: ScriptFinished, now: float) -> Deci
     # The scripts of workers that leave, and of newcomers that are not members, may end early.
     is_end = not state.worker(event.worker).leaving and (state.generation < 0 or event.worker in state.members)
     finishing = state.finishing or is_end
+    if is_end and event.step >= 0:
+        state = replace(state, ended_at=(*state.ended_at, (event.worker, event.step)))
     return replace(state.update(event.worker, finished=True), finishing=finishing), (), f"worker {event.worker} has finished"
 
 
@@ -241,6 +243,14 @@ def _end_with_last(state: State, *, is_finished: bool, why: str) -> Decision:
         return end(state, 1, f"{undone}. What the script does there behind its last loop was not completed")
     if not is_finished:
         return end(state, 1, f"no worker is left: {why}")
+    if len({step for _, step in state.ended_at}) > 1:
+        each = ", ".join(f"worker {id} after step {step}" for id, step in state.ended_at)
+        return end(
+            state,
+            1,
+            f"the workers ended the script after different numbers of steps: {each}. Their results differ. Every worker must leave "
+            "its loops after the same step: count by run.step, not by a variable that a replacement begins anew",
+        )
     return end(state, 0, "all workers have finished", independence_note(state))
 
 

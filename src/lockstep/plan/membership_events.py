@@ -94,9 +94,10 @@ class ScriptRaised:
 
 @dataclass(frozen=True)
 class ScriptFinished:
-    """The script of a worker ran to its end. Its process still exists and is about to exit."""
+    """The script of a worker ran to its end, after ``step`` steps (-1: unknown). Its process still exists and is about to exit."""
 
     worker: int
+    step: int = -1
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ def restart(state: State, why: str) -> Decision:
 
 def start_again(state: State) -> Decision:
     """All workers of the last attempt are gone: start as many again."""
-    state = replace(state, restarting=False, finishing=False, unfinished=(), needs_peers=False)
+    state = replace(state, restarting=False, finishing=False, unfinished=(), ended_at=(), needs_peers=False)
     state, start = spawn(state, state.size, 0.0)
     return state, (StartAgain(state.restarts), start), f"restart {state.restarts}: starting {count(state.size)}"
 

@@ -82,6 +82,8 @@ class State:
     broken_by: str = ""
     departed: tuple[str, ...] = ()
     """How members were lost since the current generation was formed, for people: "worker 2 died (SIGKILL)"."""
+    ended_at: tuple[tuple[int, int], ...] = ()
+    """(worker, step) of each member whose script has ended."""
     unfinished: tuple[str, ...] = ()
     """The workers that died since then before their script had ended. The next generation makes up for them; the end does not."""
     formed: tuple[int, ...] = ()

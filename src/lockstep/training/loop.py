@@ -140,8 +140,6 @@ class TrainingLoop:
 
     def start_step(self, step: StepPlan) -> None:
         loop = self._current()
-        if step.index == 0:
-            self._gate.require_no_closure()
         self.note_step(step)
 
         def start() -> None:

@@ -2,7 +2,7 @@
 
 A phase is one pass over the lanes of a step, with one set of gradients. It commits on every worker or on none:
 
-    start_phase           draws nothing from the phase before; several backwards per lane are allowed
+    start_phase           begins without gradients; those of earlier phases of the step are added at its end
     start_micro_batch     sets seeds, buffers and gradients as the lane must find them
     end_micro_batch       adds the lane's gradients to the partial sums             (gradients/lane_engine.py)
     end_phase             averages, and waits until every worker has the averages   (docs/internals/commit_protocol.md)
@@ -56,7 +56,7 @@ class Phases:
     ) -> None:
         self._loop, self._progress, self._workers, self._recovery, self._engine = loop, progress, workers, recovery, engine
         self._commit, self._consistency, self._between_steps, self._log = commit, consistency, between_steps, log
-        self._seed = seed
+        self._seed, self._overlap = seed, False
 
     @property
     def generation(self) -> int:
@@ -71,8 +71,9 @@ class Phases:
 
     # -- the loop over steps -------------------------------------------------------------------
 
-    def loop_entered(self) -> None:
+    def loop_entered(self, overlap: bool) -> None:
         self._current().has_phases = True
+        self._overlap = overlap
 
     def steps_abandoned(self) -> None:
         """The user left the loop by ``break``: the step that was under way counts if its phases are complete."""
@@ -115,7 +116,7 @@ class Phases:
         def start() -> None:
             self._consistency.compare_trainable()
             position = (loop.stage, step.epoch, step.index, loop.phase)
-            self._engine.start_phase(self._progress.step, counts, position, collects=True)
+            self._engine.start_phase(self._progress.step, counts, position, collects=True, overlap=self._overlap)
 
         self._loop.or_restart_step(start)
 
@@ -128,9 +129,10 @@ class Phases:
     def end_micro_batch(self) -> None:
         loop = self._current()
         require_backward_returned(loop, self._progress.step, self._engine.state)
+        weight = self._engine.weight_of(loop.lane)  # what was logged counts, also if there is no backward
         self._engine.end_lane()
         self._restart_if_discarded()
-        self._log.weigh(self._engine.weight_of(loop.lane))
+        self._log.weigh(weight)
 
     def end_phase(self) -> None:
         self._engine.average()

@@ -11,6 +11,7 @@ This file constructs the parts of a run in one order and holds the public API:
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -546,6 +547,7 @@ class Run:
         pin_memory: bool | None = None,
         sampler: Iterable[int] | None = None,
         prefetch_factor: int | None = None,
+        overlap: bool = False,
     ) -> Steps:
         """Return the steps over a dataset: one iteration per optimizer step, on every worker alike. All workers must call it alike.
 
@@ -564,6 +566,8 @@ class Run:
             pin_memory: As in a DataLoader. Default: True if the model is on a GPU.
             sampler: Yields the indices of an epoch's samples, instead of ``shuffle``. It must yield the same on every worker.
             prefetch_factor: As in a DataLoader.
+            overlap: Whether gradients may leave while the backward of the last lane runs, as in ``shard``. Then each lane has one
+                ``backward()`` at most, and ``param.grad`` must not be used in the loop over the lanes.
 
         Returns:
             An iterable over steps. Its ``len()`` is the number of steps.
@@ -590,7 +594,7 @@ class Run:
             collate_fn=collate_fn,
             prefetch_factor=prefetch_factor,
         )
-        return Steps(self._loop, self._phases, dataset, options)
+        return Steps(self._loop, self._phases, dataset, options, overlap)
 
     def _options(self, pin_memory: bool | None, **given: Any) -> LoaderOptions:
         pins = self.device.type == "cuda" if pin_memory is None else pin_memory
@@ -626,7 +630,7 @@ class Run:
             raise UsageError("run.log() was called outside the loop over run.shard(...). Call it in the loop body.")
         step = self.step if loop.committed and not loop.has_phases else self.step + 1
         if loop.has_phases and not loop.in_phase:
-            self._log.note(step, -1, values, phase=loop.phase, weight=1.0)
+            self._log.note_of_step(step, values, phase=loop.phase)
         elif loop.step.counts[loop.lane]:
             self._log.note(step, loop.lane, values, phase=loop.phase)
 
@@ -814,13 +818,13 @@ class Run:
     def _collective(self, call: Callable[[], T]) -> T:
         """Call ``call`` together with all workers. Between loops, a script that is replayed gets the recorded result."""
         if self._progress.loop is not None:
-            return self._recovery.together(call)
+            return copy.deepcopy(self._recovery.together(call))
         recorded = self._replay.next_result()
         if recorded is not None:
-            return cast(T, recorded.value)
+            return cast(T, copy.deepcopy(recorded.value))
         result = self._recovery.together(call)
         self._replay.record(result)
-        return result
+        return copy.deepcopy(result)  # the script may change it
 
     def close(self) -> None:
         """Wait for a checkpoint that is being written, unhook the model, and close the connections.

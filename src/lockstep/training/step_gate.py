@@ -79,15 +79,6 @@ class StepGate:
         """Require that optimizers update only the model's parameters: parameter groups may have been added."""
         _require_model(self.optimizers, self._params)
 
-    def require_no_closure(self) -> None:
-        """Require that no optimizer needs a closure."""
-        for optimizer in self.optimizers:
-            if _needs_closure(optimizer):
-                raise UsageError(
-                    f"{type(optimizer).__name__} needs a closure, which runs backward() several times per step: a loop over "
-                    "run.shard(...) cannot do that. Use the loop over run.steps(...), and loop over the lanes in the closure."
-                )
-
     def close(self) -> None:
         for restore in reversed(self._restore):
             restore()
@@ -122,6 +113,11 @@ class StepGate:
             raise UsageError(
                 f"{what} was given a closure, which would run backward() again, once per worker. Call backward() yourself, "
                 f"then {what} without arguments; or use the loop over run.steps(...), in which a closure can loop over the lanes."
+            )
+        if _needs_closure(target) and not self._takes_closure():
+            raise UsageError(
+                f"{type(target).__name__} needs a closure, which runs backward() several times per step: a loop over "
+                "run.shard(...) cannot do that. Use the loop over run.steps(...), and loop over the lanes in the closure."
             )
         self._require_known_scaler(what)
         if not self._may_step(what):

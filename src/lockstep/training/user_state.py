@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
@@ -26,7 +27,7 @@ class UserState(MutableMapping[str, Any]):
         if not isinstance(name, str):
             raise UsageError(f"run.state[{name!r}]: the name is a {type(name).__name__}. Use a str.")
         pack(value, f"run.state[{name!r}]")  # raises if it is not plain
-        self._values[name] = value.detach() if isinstance(value, Tensor) else value
+        self._values[name] = copy.deepcopy(value.detach() if isinstance(value, Tensor) else value)
 
     def __delitem__(self, name: str) -> None:
         self._require_settable(f"del run.state[{name!r}]")

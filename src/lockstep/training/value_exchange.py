@@ -45,6 +45,8 @@ def mean_of_values(comm: Comm, value: Any) -> Any:
             )
     if not isinstance(value, Tensor):
         return float(values[0]) if values.count(values[0]) == len(values) else math.fsum(values) / len(values)
+    if values[0].is_floating_point() and all(torch.equal(each, values[0]) for each in values):
+        return values[0]
     if values[0].is_floating_point() or values[0].is_complex():
         dtype, wide = values[0].dtype, torch.complex128 if values[0].is_complex() else torch.float64
     else:
