@@ -242,6 +242,8 @@ class Chaos:
         if not candidates:
             return f"{kind}: nobody runs"
         worker = candidates[-1] if kind == "kill newest" else candidates[int(fault.pick * len(candidates))]
+        if kind == "stop" and (len(alive) == 1 or any(text.startswith("scale to 1 ") for text in self.done)):
+            return f"{kind} {worker}: nobody else would notice"
         if kind in ("raise", "slow"):
             (self._folder / f"{kind}-{worker}").touch()
             self._struck |= {worker} if kind == "raise" else set()
@@ -297,7 +299,8 @@ class Chaos:
         dismissed = {action["Dismiss"]["worker"] for entry in run.events() for action in entry["actions"] if "Dismiss" in action}
         all_struck = set(members) <= self._struck | hung | dismissed
         allowed = {"SIGTERM agent": {0, 143}, "kill agent": {-9}, "kill all": {137}, "SIGTERM all": {0, 143}}.get(last, set())
-        assert code in allowed or (all_struck and code != 0), f"exit code {code} without a result: {why}"
+        is_saved = code == 0 and "which is saved" in why  # the last worker got SIGTERM
+        assert code in allowed or is_saved or (all_struck and code != 0), f"exit code {code} without a result: {why}"
         assert code != 0 or self._schedule.variant.checkpoints, f"exit code 0, but nothing is finished or saved: {why}"
         self.done.append(f"ended with code {code}")
         return False
@@ -355,10 +358,10 @@ class Chaos:
         """A worker has no more descriptors open after a loop than after the first loop with as many workers.
 
         Over gloo, the first average of a generation opens a second group of 6 descriptors. With two machines, a worker
-        may have to carry more slices than before: each costs a few.
+        may have to carry more slices than before, all of them if it is alone on its machine: each costs 11.
         """
         variant = self._schedule.variant
-        more = 24 if variant.machines > 1 else 10 if variant.comm == "gloo" else 4
+        more = 40 if variant.machines > 1 else 10 if variant.comm == "gloo" else 4
         for path in self._folder.glob("open-*.jsonl"):
             counts: dict[int, list[int]] = {}
             for _, size, count in _lines(path):

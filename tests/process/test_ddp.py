@@ -318,6 +318,10 @@ def wrapped_again(rank: int, size: int) -> bytes:
     older, wrapper = wrapper, lockstep.DistributedDataParallel(model, timeout_s=20)
     with pytest.raises(RuntimeError, match="two DistributedDataParallel wrap this MLP"):
         loss_of(older, *batch(rank, 12)).backward()
+    model.zero_grad()
+    del wrapper
+    losses(older, rank, size, steps=2)  # the other wrapper is gone
+    wrapper = older
     outer = nn.Sequential(model, nn.Linear(4, 4))
     with pytest.raises(lockstep.UsageError, match="belongs to another replicated module"):
         lockstep.DistributedDataParallel(outer, timeout_s=20)

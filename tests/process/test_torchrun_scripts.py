@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import socket
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
-from tests.launch import LaunchedRun
+import pytest
+
+from tests.fork_server import ROOT
+from tests.launch import DEADLINE_S, LaunchedRun
+
+SCRIPTS = ROOT / "tests" / "scripts"
 
 CONNECT = """
 import json, os, signal, sys, time, torch
@@ -95,3 +105,59 @@ for (x,) in run.shard(torch.utils.data.TensorDataset(torch.ones(600, 2)), global
     )
     assert run.wait() == 0, run.dump()
     assert run.notes("local") == {"0": "0", "1": "1", "2": "2", "3": "1"}, run.dump()
+
+
+def losses(printed: str) -> dict[str, list[float]]:
+    """What a script of tests/scripts/*_style.py prints: for each class the losses of rank 0, at full precision."""
+    (line,) = [line for line in printed.splitlines() if line.startswith("losses ")]
+    found: dict[str, list[float]] = json.loads(line.removeprefix("losses "))
+    return found
+
+
+def output_of(folder: Path, *command: str) -> str:
+    """What a command prints that does not involve `lockstep run`."""
+    folder.mkdir()
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, *command], cwd=folder, env=env, capture_output=True, text=True, timeout=2 * DEADLINE_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def under_torchrun(folder: Path, script: Path) -> dict[str, list[float]]:
+    return losses(output_of(folder, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)))
+
+
+def require_equal(found: dict[str, list[float]], under_torchrun: dict[str, list[float]]) -> None:
+    """Our class and torch's give the same losses, to the bit with two workers, and so do both launchers."""
+    assert len(set(found["torch"])) > 1
+    assert found["ours"] == found["torch"]
+    assert found == under_torchrun
+
+
+def test_a_script_in_the_style_of_nanogpt(launch: Callable[..., LaunchedRun], tmp_path: Path) -> None:
+    script = SCRIPTS / "nanogpt_style.py"
+    run = launch(script, workers=2, env={"OMP_NUM_THREADS": "1"})
+    assert run.wait() == 0, run.dump()
+    require_equal(losses(run.stdout()), under_torchrun(tmp_path / "torchrun", script))
+
+
+def test_a_script_in_the_style_of_the_tutorial_that_loses_a_worker(launch: Callable[..., LaunchedRun], tmp_path: Path) -> None:
+    script = SCRIPTS / "multigpu_style.py"
+    run = launch(script, workers=2, env={"OMP_NUM_THREADS": "1", "KILL_AT_EPOCH": "2"})
+    assert run.wait() == 0, run.dump()
+    assert "restart 1 of 3" in run.stderr()
+    require_equal(losses(run.stdout()), under_torchrun(tmp_path / "torchrun", script))
+
+
+@pytest.mark.slow
+def test_a_script_in_the_style_of_imagenet_that_spawns_its_own_processes(
+    launch: Callable[..., LaunchedRun], tmp_path: Path
+) -> None:
+    script = SCRIPTS / "imagenet_style.py"
+    with socket.socket() as free, socket.socket() as other:
+        for each in (free, other):
+            each.bind(("127.0.0.1", 0))
+        urls = [f"tcp://127.0.0.1:{each.getsockname()[1]}" for each in (free, other)]
+    run = launch(script, workers=1, args=("--dist-url", urls[0]), env={"OMP_NUM_THREADS": "1"})
+    assert run.wait(2 * DEADLINE_S) == 0, run.dump()
+    require_equal(losses(run.stdout()), losses(output_of(tmp_path / "python", str(script), "--dist-url", urls[1])))

@@ -61,6 +61,14 @@ def test_a_copy_in_one_process_trains() -> None:
     assert twin._get_ddp_logging_data()["iteration"] == 1
 
 
+def test_names_to_ignore_may_be_unknown_as_in_torch() -> None:
+    model = nn.Linear(2, 1)
+    TorchDDP._set_params_and_buffers_to_ignore_for_model(model, [".bias", "absent.weight"])
+    ddp = lockstep.DistributedDataParallel(model)
+    ddp(torch.ones(1, 2)).sum().backward()
+    assert ddp._get_ddp_logging_data()["bucket_sizes"] == "8"
+
+
 def test_user_hooks_run_after_the_average_and_can_be_removed() -> None:
     model = nn.Linear(2, 1)
     calls = []

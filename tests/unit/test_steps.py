@@ -243,6 +243,20 @@ def test_every_misuse_gets_a_sentence() -> None:
     def reads_lane_outside(run: Any, model: Any, opt: Any, step: Any) -> None:
         _ = step.lane
 
+    def uses_old_step(run: Any, model: Any, opt: Any, step: Any) -> None:
+        kept.append(step)
+        for batch in kept[0]:
+            backward(model, batch)
+
+    def goes_back_outside(run: Any, model: Any, opt: Any, step: Any) -> None:
+        for batch in step:
+            loss = F.cross_entropy(model(batch[0]), batch[1])
+            loss.backward(retain_graph=True)
+        loss.backward()
+
+    kept: list[Any] = []
+    each(uses_old_step, "a step was used after its iteration")
+    each(goes_back_outside, r"backward\(\) was called behind the loop over the lanes")
     each(steps_inside, r"SGD.step\(\) was called inside the loop over the lanes of step 0")
     each(leaves_lanes, "the loop over the lanes of step 0 was left before its end")
     each(evaluates_inside, r"run.evaluate\(...\) must be called by all workers at once")

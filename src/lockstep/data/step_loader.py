@@ -63,7 +63,7 @@ class LoaderDriver(Protocol):
         """
 
     def skip_lane(self, lane: int) -> None:
-        """A lane of this worker counts for nothing in this step: ``collate_fn`` returned None."""
+        """A lane of this worker counts for nothing in this step: ``collate_fn`` returned None. Not called for ``run.steps``."""
 
     @property
     def records_samples(self) -> bool:
@@ -201,7 +201,8 @@ class StepLoader:
         chosen, skipped = None, None
         for micro_batch in micro_batches:
             if micro_batch.batch is None:
-                self._driver.skip_lane(micro_batch.lane)
+                if self._needs_a_batch:
+                    self._driver.skip_lane(micro_batch.lane)
                 skipped = micro_batch
                 continue
             if chosen is not None:

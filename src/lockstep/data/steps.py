@@ -1,15 +1,15 @@
 """Steps: what the user's loop over ``run.steps`` iterates over, one Step at a time; and Step, which iterates over its lanes.
 
-They own the order of the events. Their driver (training/phases.py) owns what happens at each event:
+They own the order of the events. Their drivers (training/loop.py, training/phases.py) own what happens at each event:
 
-    enter_loop
+    enter_loop, loop_entered
       start_epoch                                               for each epoch, and again after each change of workers
         start_step                                              for each step
           start_phase                                           for each loop over the lanes of the step, and again if repeated
             start_micro_batch   <inner body>   end_micro_batch  for each micro-batch of this worker
           end_phase
         end_step
-    loop_ended or loop_abandoned
+    loop_ended or steps_abandoned
     leave_loop
 """
 
@@ -21,12 +21,13 @@ from typing import Any, Protocol, TypeVar
 from lockstep.data.shard import LoopDriver
 from lockstep.data.source import LoaderOptions, MicroBatch
 from lockstep.data.step_loader import LoadedStep, StepLoader, StepPlan, StepRestarted
+from lockstep.errors import UsageError
 
 T = TypeVar("T")
 
 
-class StepsDriver(LoopDriver, Protocol):
-    """What Steps and Step call. Every method may raise StepRestarted if it talks to other workers."""
+class PhaseDriver(Protocol):
+    """What Steps and Step call, beside the LoopDriver. Methods that talk to other workers may raise StepRestarted."""
 
     @property
     def generation(self) -> int:
@@ -35,6 +36,12 @@ class StepsDriver(LoopDriver, Protocol):
     @property
     def lane(self) -> int:
         """The lane that the inner body works on."""
+
+    def loop_entered(self) -> None:
+        """The loop that was entered is a loop over steps."""
+
+    def steps_abandoned(self) -> None:
+        """The user left the loop over steps, by ``break`` or by an exception in its body."""
 
     def start_step(self, step: StepPlan) -> None:
         """A step begins: the body of the loop over steps is about to run."""
@@ -50,9 +57,6 @@ class StepsDriver(LoopDriver, Protocol):
 
     def end_phase(self) -> None:
         """The loop over the lanes has ended: average the gradients of all workers."""
-
-    def phase_abandoned(self) -> None:
-        """The user left the loop over the lanes before its end."""
 
     def end_step(self) -> None:
         """The body of the loop over steps has ended."""
@@ -72,13 +76,12 @@ class Step:
     inner body must not collect values in lists of its own (use ``run.log`` and ``means``, or ``gather``).
     """
 
-    def __init__(self, driver: StepsDriver, steps: _LoadedSteps) -> None:
-        self._driver, self._steps = driver, steps
+    def __init__(self, driver: PhaseDriver, steps: _LoadedSteps) -> None:
+        self._driver, self._all_steps, self._number = driver, steps, steps.number
 
     def __len__(self) -> int:
         """How many micro-batches this worker has in the step."""
-        first, last = self._driver.lanes_here
-        return sum(count > 0 for count in self._steps.plan.counts[first:last]) or 1
+        return self._steps.count
 
     def __iter__(self) -> Iterator[Any]:
         while True:
@@ -86,16 +89,21 @@ class Step:
                 self._driver.start_phase(self._steps.plan.counts)
                 for micro_batch, is_last in self._steps.micro_batches():
                     self._driver.start_micro_batch(micro_batch.lane, is_last)
-                    try:
-                        yield micro_batch.batch
-                    except GeneratorExit:
-                        self._driver.phase_abandoned()
-                        raise
+                    yield micro_batch.batch
                     self._driver.end_micro_batch()
                 self._driver.end_phase()
                 return
             except StepRestarted:
                 continue
+
+    @property
+    def _steps(self) -> _LoadedSteps:
+        if self._all_steps.number != self._number:
+            raise UsageError(
+                "a step was used after its iteration: its batches and gradients are gone. Use it in the body of the loop over "
+                "run.steps(...) that it came from."
+            )
+        return self._all_steps
 
     @property
     def lane(self) -> int:
@@ -133,37 +141,40 @@ class Steps:
         UsageError: If the dataset cannot be loaded with these options.
     """
 
-    def __init__(self, driver: StepsDriver, dataset: Any, options: LoaderOptions) -> None:
-        self._driver = driver
-        self._loader = StepLoader(driver, dataset, options, needs_a_batch=False)
+    def __init__(self, loop: LoopDriver, phases: PhaseDriver, dataset: Any, options: LoaderOptions) -> None:
+        self._loop, self._phases = loop, phases
+        self._loader = StepLoader(loop, dataset, options, needs_a_batch=False)
 
     def __len__(self) -> int:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Step]:
-        stage = self._driver.enter_loop(self._loader.settings)
+        stage = self._loop.enter_loop(self._loader.settings)
         if stage is None:
             return
+        self._phases.loop_entered()
         try:
             with self._loader.opened(stage):
-                steps = _LoadedSteps(self._driver, self._loader)
+                steps = _LoadedSteps(self._loop, self._phases, self._loader)
                 while steps.advance():
-                    self._driver.start_step(steps.plan)
-                    yield Step(self._driver, steps)
-                    self._driver.end_step()
-                self._driver.loop_ended()
+                    self._phases.start_step(steps.plan)
+                    yield Step(self._phases, steps)
+                    self._phases.end_step()
+                self._loop.loop_ended()
         except GeneratorExit:
-            self._driver.loop_abandoned()
+            self._phases.steps_abandoned()
             raise
         finally:
-            self._driver.leave_loop()
+            self._loop.leave_loop()
 
 
 class _LoadedSteps:
     """The current step, with the micro-batches of this worker's lanes. It is loaded again if the workers have changed."""
 
-    def __init__(self, driver: StepsDriver, loader: StepLoader) -> None:
-        self._driver, self._loader = driver, loader
+    def __init__(self, loop: LoopDriver, phases: PhaseDriver, loader: StepLoader) -> None:
+        self._loop, self._phases, self._loader = loop, phases, loader
+        self.number = 0
+        """How many steps were loaded: a new one for every iteration."""
         self._generation: int | None = None
         self._steps: Iterator[LoadedStep] = iter(())
         self._current: LoadedStep | None = None
@@ -171,9 +182,10 @@ class _LoadedSteps:
 
     def advance(self) -> bool:
         """Load the step at the driver's position. Returns False if the loop is complete."""
+        self.number += 1
         while self._loader.is_incomplete:
             try:
-                if self._generation != self._driver.generation:
+                if self._generation != self._phases.generation:
                     self._reload()
                 else:
                     self._load_next()
@@ -186,6 +198,12 @@ class _LoadedSteps:
     @property
     def plan(self) -> StepPlan:
         return self._fresh().plan
+
+    @property
+    def count(self) -> int:
+        """How many micro-batches this worker has in the step."""
+        first, last = self._loop.lanes_here
+        return sum(count > 0 for count in self.plan.counts[first:last]) or 1
 
     def micro_batches(self) -> Iterator[tuple[MicroBatch, bool]]:
         """Yield (micro-batch, whether it is the last) of this worker's lanes: in every phase the same ones."""
@@ -200,13 +218,13 @@ class _LoadedSteps:
             at += 1
 
     def _fresh(self) -> LoadedStep:
-        if self._generation != self._driver.generation:
+        if self._generation != self._phases.generation:
             self._reload()
         assert self._current is not None
         return self._current
 
     def _reload(self) -> None:
-        self._generation, self._current = self._driver.generation, None
+        self._generation, self._current = self._phases.generation, None
         self._steps = self._loader.steps()
         self._load_next()
 

@@ -116,6 +116,7 @@ class LaneEngine:
         self.requests_of_all: tuple[int, ...] = ()
         self.total_weight = 0.0
         self._peer_error: PeerError | None = None
+        self._collects = False
         self._report = b""  # the mask of the parameters that report their gradients at once
         self._is_sending = False  # whether buckets leave during this backward
         self._expected_backwards: dict[int, int] = {}  # phase -> the most backwards that a lane had
@@ -285,7 +286,7 @@ class LaneEngine:
         if self.state is EngineState.DISCARDED:
             return bytes(len(self.params))
         if self.state is not EngineState.LANE:
-            raise UsageError(_WRONG_STATE[self.state])
+            raise UsageError(_OUTSIDE_LANES if self._collects and self.state in _AVERAGED else _WRONG_STATE[self.state])
         self.state = EngineState.BACKWARD
         self._backwards += 1
         report = self._begin_lane() if self._backwards == 1 else self._report
@@ -395,10 +396,14 @@ class LaneEngine:
 
 _AVERAGED = (EngineState.AVERAGED, EngineState.UNCONFIRMED, EngineState.CONFIRMED)
 _AFTER_BACKWARD = (EngineState.LANE, EngineState.FOLDED, *_AVERAGED)
+_OUTSIDE_LANES = (
+    "backward() was called behind the loop over the lanes of a step, where param.grad holds the averages of all workers. Call it "
+    "in that loop, or loop over the step again (`for batch in step:`) for another set of gradients."
+)
 _WRONG_STATE = {
     EngineState.IDLE: (
-        "backward() was called outside the loop over run.shard(...). Only inside the loop do gradients belong to a step. "
-        "Move backward() into the loop, or train that model without Run."
+        "backward() was called outside the loop over run.shard(...), or over the lanes of a step of run.steps(...). Only there do "
+        "gradients belong to a step. Move backward() into the loop, or train that model without Run."
     ),
     EngineState.BACKWARD: "the last backward() raised half-way, and its lane cannot be repeated. Let the exception end the run.",
     EngineState.FOLDED: (

@@ -135,6 +135,7 @@ class LaneReducer(BucketReducer[Bucket]):
     def rebind(self, comm: Comm, fold: Fold) -> None:
         """Continue with another set of workers. They take the bucket order of rank 0. Collective."""
         self._comm, self._buckets = comm, []
+        self._kept.clear()
         learned = torch.tensor([int(self._order_is_learned), *self._order], dtype=torch.int64)
         comm.broadcast(learned, 0, "the bucket order").wait()
         self._order_is_learned, self._order = bool(learned[0]), learned[1:].tolist()

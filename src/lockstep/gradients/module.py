@@ -66,8 +66,9 @@ class HookedModule:
 
     def hook(self, owner: OutputWatcher) -> None:
         """Register the forward hook. From now on no other module may hook these parameters."""
-        is_container = isinstance(self._module, (nn.ModuleList, nn.ModuleDict))  # it has no forward: its children are called
-        called = [self._module, *(self._module.children() if is_container else ())]
+        called = [self._module]
+        if isinstance(self._module, (nn.ModuleList, nn.ModuleDict)):
+            called += self._module.children()  # the container itself has no forward; its hook only marks it
         self._handles = [module.register_forward_hook(ForwardHook(owner)) for module in called]
         for _, param in self.named:
             _hooked_params[param] = True

@@ -91,11 +91,12 @@ class ExitStatus:
         for note in end.notes:
             self._console.say(note)
         code, reason = self._code_after(end.code), end.why
-        if code == 0 and self._stopped_after is not None and not self._is_saved:
-            code, reason = (
-                128 + signal.SIGTERM,
-                f"all workers got SIGTERM and stopped at step {self._stopped_after}, which is not saved",
-            )
+        if code == 0 and self._stopped_after is not None:
+            reason = f"all workers got SIGTERM and stopped at step {self._stopped_after}, which is "
+            reason += "saved" if self._is_saved else "not saved"
+            code = 0 if self._is_saved else 128 + signal.SIGTERM
+            if self._is_saved:
+                self._console.say(f"{reason}.{self._how_to_resume()}")
         if code != 0:
             why = f"the run ended with code {code}: {first_line(reason)}"
             self._console.say(f"{why}. Its files are in {self._run_folder}.{self._how_to_resume()}")

@@ -157,7 +157,7 @@ class DistributedDataParallel(nn.Module):
                 bucket_mb=bucket_mb,
                 broadcast_buffers=forward_sync_buffers if forward_sync_buffers is not None else broadcast_buffers is not False,
                 init_sync=init_sync,
-                ignore=tuple(sorted(self.parameters_to_ignore)),
+                ignore=_names_to_ignore(module, self.parameters_to_ignore),
                 timeout_s=timeout_s,
                 init_buffers=init_buffers if init_sync_buffers is None else init_sync_buffers,
                 reduce_dtype=None if mixed_precision is None else mixed_precision.reduce_dtype or mixed_precision.param_dtype,
@@ -171,13 +171,13 @@ class DistributedDataParallel(nn.Module):
             self._syncs_when_connected = True
             _close_earlier_wrapper(module)
             if mixed_precision is not None and mixed_precision.buffer_dtype is not None:
-                cast_buffers(module, mixed_precision.buffer_dtype, self.parameters_to_ignore)
+                cast_buffers(module, mixed_precision.buffer_dtype, self._options.ignore)
             self._low_precision = self._make_low_precision()
             self._connect(self._options, comm, self.process_group)
 
     def _make_low_precision(self) -> LowPrecision | None:
         dtype = None if self.mixed_precision is None else self.mixed_precision.param_dtype
-        return None if dtype is None else LowPrecision(self.module, dtype, self.parameters_to_ignore)
+        return None if dtype is None else LowPrecision(self.module, dtype, self._options.ignore)
 
     def _connect(self, options: ReplicaOptions, comm: Comm | str | None, group: Any) -> Replica:
         """Hook the module. Collective. When this wrapper is gone, the module trains alone, as in torch."""
@@ -207,7 +207,7 @@ class DistributedDataParallel(nn.Module):
             self._call_buffer_hook("PRE_FORWARD")
         if self._low_precision is None:
             outputs = self.module(*inputs, **kwargs)
-            if self._replica is None or self._replica.replaced:
+            if self._is_unconnected():
                 self._watch_unconnected(outputs)
         else:
             outputs = self._forward_low_precision(self._low_precision, inputs, kwargs)
@@ -220,30 +220,36 @@ class DistributedDataParallel(nn.Module):
         copies = low_precision.copy()
         with low_precision.use(copies):
             outputs = self.module(*inputs, **kwargs)
-        if self._replica is None or self._replica.replaced:
+        if self._is_unconnected():
             self._watch_unconnected(outputs)  # before the module holds the copies in backward: a Replica hooks the parameters
         low_precision.use_in_backward(copies, outputs)
         return outputs
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _watch_unconnected(self, outputs: Any) -> None:
-        """This wrapper is a copy, or another wrapper has hooked the module since: decide what to do when a backward comes."""
+        """This wrapper is a copy, or another wrapper has hooked the module since: connect when a backward comes."""
         if torch.is_grad_enabled():
             for tensor in find_tensors(outputs):
                 on_backward(tensor, self._connect_in_backward)
 
     def _connect_in_backward(self) -> None:
-        """The first backward of a copy, on all ranks. Raises UsageError if another wrapper has hooked the module."""
+        """Called inside a backward of a wrapper without connections. Collective, unless this backward is not averaged.
+
+        Raises:
+            UsageError: If another wrapper has hooked the module.
+        """
         with _connecting, _torch_errors():
-            if not self._syncs_when_connected:
+            if not self._syncs_when_connected or not self._is_unconnected():
                 return
-            if self._replica is not None and self._replica.replaced:
+            if find_replica(self.module) is not None:
                 raise UsageError(
                     f"two DistributedDataParallel wrap this {type(self.module).__name__}, and this is the older one: its gradients "
-                    "would be averaged twice. Train through the wrapper that was made last."
+                    "would be averaged twice. Train through the wrapper that was made last, or delete that wrapper."
                 )
-            if self._replica is None:
-                self._connect(replace(self._options, init_sync=False), self._comm, None).enter_backward()
+            self._connect(replace(self._options, init_sync=False), self._comm, self.process_group).enter_backward()
+
+    def _is_unconnected(self) -> bool:
+        return self._replica is None or self._replica.replaced
 
     @property
     def require_backward_grad_sync(self) -> bool:
@@ -330,7 +336,7 @@ class DistributedDataParallel(nn.Module):
     @property
     def named_module_buffers(self) -> dict[str, Tensor]:
         """The buffers that are copied between ranks, by name."""
-        return {name: buffer for name, buffer in self.module.named_buffers() if name not in self.parameters_to_ignore}
+        return {name: buffer for name, buffer in self.module.named_buffers() if name not in self._options.ignore}
 
     @property
     def modules_buffers(self) -> list[Tensor]:
@@ -447,6 +453,12 @@ def _close_earlier_wrapper(module: nn.Module) -> None:
         earlier.close()
     elif earlier is None and any_hooked(module):
         gc.collect()  # closes wrappers that are gone but for reference cycles
+
+
+def _names_to_ignore(module: nn.Module, names: set[str]) -> tuple[str, ...]:
+    """Returns the ``names`` that the module has. As in torch, others are allowed, and ".weight" is the module's own weight."""
+    known = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    return tuple(sorted({name.removeprefix(".") for name in names} & {name for name, _ in known}))
 
 
 def _output_index(device: torch.device | None, output_device: int | torch.device | None) -> int | None:

@@ -7,7 +7,7 @@ parts of the forward anew there. At all other times, it holds the parameters the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,7 +22,7 @@ Copies = dict[nn.Parameter, Tensor]
 class LowPrecision:
     """Copies of the floating-point parameters of ``module`` in ``dtype``, without those named in ``ignore``."""
 
-    def __init__(self, module: nn.Module, dtype: torch.dtype, ignore: set[str]) -> None:
+    def __init__(self, module: nn.Module, dtype: torch.dtype, ignore: Sequence[str]) -> None:
         self._dtype = dtype
         self._locations: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}  # a tied parameter has several
         for prefix, owner in module.named_modules():
@@ -66,7 +66,7 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     return torch.utils._pytree.tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, value)
 
 
-def cast_buffers(module: nn.Module, dtype: torch.dtype, ignore: set[str]) -> None:
+def cast_buffers(module: nn.Module, dtype: torch.dtype, ignore: Sequence[str]) -> None:
     """Cast the floating-point buffers of ``module`` in place, without those named in ``ignore``."""
     for name, buffer in module.named_buffers():
         if buffer.is_floating_point() and name not in ignore:

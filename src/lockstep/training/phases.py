@@ -14,7 +14,7 @@ phases, or between the last phase and the end of the step, runs twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ from lockstep.training.step_commit import StepCommit
 
 
 class Phases:
-    """The driver of steps (data/steps.py: ``StepsDriver``). What it has in common with loops over shards, ``loop`` does."""
+    """The driver of the phases of steps (data/steps.py: ``PhaseDriver``). ``loop`` is the driver of all loops over the data."""
 
     def __init__(
         self,
@@ -58,23 +58,9 @@ class Phases:
         self._commit, self._consistency, self._between_steps, self._log = commit, consistency, between_steps, log
         self._seed = seed
 
-    # -- what the loader reads -----------------------------------------------------------------
-
     @property
     def generation(self) -> int:
         return self._workers.generation
-
-    @property
-    def lanes_here(self) -> tuple[int, int]:
-        return self._engine.my_lanes
-
-    @property
-    def position(self) -> tuple[int, int]:
-        return self._progress.position
-
-    @property
-    def records_samples(self) -> bool:
-        return self._commit.records_samples
 
     @property
     def lane(self) -> int:
@@ -83,40 +69,16 @@ class Phases:
             raise UsageError("step.lane was read outside the loop over the lanes of a step. Read it in the body of that loop.")
         return loop.lane
 
-    def note_samples(self, lane: int, samples: list[int]) -> None:
-        self._commit.note_samples(lane, samples)
-
-    def skip_lane(self, lane: int) -> None:
-        """The engine finds out by itself which lanes were not run."""
-
-    def gather_counts(self, counts: Sequence[int]) -> tuple[int, ...]:
-        return self._loop.gather_counts(counts)
-
     # -- the loop over steps -------------------------------------------------------------------
 
-    def enter_loop(self, settings: Mapping[str, Any]) -> int | None:
-        stage = self._loop.enter_loop(settings)
-        if self._progress.loop is not None:
-            self._progress.loop.has_phases = True
-        return stage
+    def loop_entered(self) -> None:
+        self._current().has_phases = True
 
-    def empty_epoch(self) -> None:
-        self._loop.empty_epoch()
-
-    def start_epoch(self, order: int) -> None:
-        self._loop.start_epoch(order)
-
-    def loop_ended(self) -> None:
-        self._loop.loop_ended()
-
-    def loop_abandoned(self) -> None:
+    def steps_abandoned(self) -> None:
         """The user left the loop by ``break``: the step that was under way counts if its phases are complete."""
-        loop = self._current()
-        if loop.committed and not loop.in_phase:
+        loop = self._progress.loop
+        if loop is not None and loop.committed and not loop.in_phase:
             self._commit_step()
-
-    def leave_loop(self) -> None:
-        self._loop.leave_loop()
 
     def start_step(self, step: StepPlan) -> None:
         loop = self._current()
@@ -176,9 +138,6 @@ class Phases:
         self._engine.confirm()
         self._restart_if_discarded()
         self._commit.commit_phase()
-
-    def phase_abandoned(self) -> None:
-        """Reported by the next call: this one runs while an exception or a ``break`` ends the loop over the lanes."""
 
     def _restart_if_discarded(self) -> None:
         if self._engine.state is EngineState.DISCARDED:

@@ -519,17 +519,15 @@ class Run:
         Raises:
             UsageError: An argument cannot work.
         """
-        options = LoaderOptions(
-            lanes=self.lanes,
+        options = self._options(
+            pin_memory,
             global_batch=global_batch,
             epochs=epochs,
-            seed=self.seed,
             shuffle=shuffle,
             drop_last=drop_last,
             sampler=sampler,
             num_workers=num_workers,
             collate_fn=collate_fn,
-            pin_memory=self.device.type == "cuda" if pin_memory is None else pin_memory,
             prefetch_factor=prefetch_factor,
         )
         return Shard(self._loop, dataset, options)
@@ -581,20 +579,22 @@ class Run:
             ...     optimizer.step()
             ...     optimizer.zero_grad()
         """
-        options = LoaderOptions(
-            lanes=self.lanes,
+        options = self._options(
+            pin_memory,
             global_batch=global_batch,
             epochs=epochs,
-            seed=self.seed,
             shuffle=shuffle,
             drop_last=drop_last,
             sampler=sampler,
             num_workers=num_workers,
             collate_fn=collate_fn,
-            pin_memory=self.device.type == "cuda" if pin_memory is None else pin_memory,
             prefetch_factor=prefetch_factor,
         )
-        return Steps(self._phases, dataset, options)
+        return Steps(self._loop, self._phases, dataset, options)
+
+    def _options(self, pin_memory: bool | None, **given: Any) -> LoaderOptions:
+        pins = self.device.type == "cuda" if pin_memory is None else pin_memory
+        return LoaderOptions(lanes=self.lanes, seed=self.seed, pin_memory=pins, **given)
 
     def weigh(self, weight: float) -> None:
         """Set the weight of the current lane (its number of tokens, for example) instead of its number of samples.
