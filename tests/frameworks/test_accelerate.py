@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
-from tests.frameworks.torchrun import SCRIPTS, SETTINGS, read_results, torchrun
+from tests.frameworks.torchrun import SCRIPTS, SETTINGS, needs, read_results, torchrun
 from tests.launch import LaunchedRun
 
-pytest.importorskip("accelerate", reason="the package accelerate is not installed: pip install -e '.[frameworks]'")
+pytestmark = needs("accelerate")
 
 
 def test_accelerate(launch: Callable[..., LaunchedRun], tmp_path: Path) -> None:
-    workers = torchrun(SCRIPTS / "train_accelerate.py", tmp_path)
+    workers = torchrun(SCRIPTS / "train_accelerate.py", tmp_path, "torch", "ours", "resumed")
     for found in workers:
         for name, result in found.items():
             assert result.pop("is_ours") == (name != "torch")

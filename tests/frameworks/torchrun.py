@@ -7,8 +7,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 import lockstep
 from tests.fork_server import ROOT
@@ -19,11 +22,17 @@ DEADLINE_S = 180.0
 SETTINGS = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 
-def torchrun(script: Path, folder: Path) -> list[dict[str, Any]]:
-    """Run ``script`` in ``folder``. Returns the results by rank; fails with what was printed if the script fails."""
+def needs(*packages: str) -> pytest.MarkDecorator:
+    """Returns the mark of tests that are skipped if one of the packages is not installed. It imports none of them."""
+    missing = [name for name in packages if find_spec(name) is None]
+    return pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.join(missing)} (pip install -e '.[frameworks]')")
+
+
+def torchrun(script: Path, folder: Path, *names: str) -> list[dict[str, Any]]:
+    """Run the trainings ``names`` of ``script`` in ``folder``. Returns their results by rank; fails if the script fails."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORKERS}"]
     done = subprocess.run(
-        [*launcher, str(script)],
+        [*launcher, str(script), *names],
         cwd=folder,
         env=environment(),
         stdin=subprocess.DEVNULL,
@@ -55,8 +64,8 @@ def patched(training: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def write_results(**trainings: Callable[[], Any]) -> None:
-    """In a worker: run all trainings, or those that the script's arguments name, and leave their results for the test."""
-    results = {name: training() for name, training in trainings.items() if name in (sys.argv[1:] or trainings)}
+    """In a worker: run the trainings that the script's arguments name, in that order, and leave their results for the test."""
+    results = {name: trainings[name]() for name in sys.argv[1:]}
     Path(f"result-{os.environ['RANK']}.json").write_text(json.dumps(results))
 
 

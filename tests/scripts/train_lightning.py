@@ -35,7 +35,7 @@ class Classifier(pl.LightningModule):
     def training_step(self, batch: list[Tensor], index: int) -> Tensor:
         loss = self.loss(batch, self.other if index % 4 > 1 else self.last)
         self.losses.append(loss.item())
-        self.wrapper = type(self.trainer.strategy.model).__module__
+        self.wrapper = type(self.trainer.strategy.model).__module__.split(".")[0]
         if not self.automatic_optimization:
             optimizer: Any = self.optimizers()
             optimizer.zero_grad()
@@ -65,24 +65,23 @@ def make_model(manual: bool = False) -> Classifier:
     return Classifier(manual)
 
 
-def train(strategy: Strategy, manual: bool) -> list[float]:
-    """Two epochs with a validation after each. Returns the losses of all batches, and that of a last validation."""
+def train(strategy: Strategy, manual: bool) -> tuple[str, list[float]]:
+    """Two epochs with a validation after each. Returns the wrapper, the losses of all batches and that of a last validation."""
     model = make_model(manual)
     trainer = make_trainer(strategy, max_epochs=2, **({} if manual else ACCUMULATED))
     trainer.fit(model, loader(), loader())
-    assert model.wrapper.split(".")[0] == ("torch" if type(strategy) is DDPStrategy else "lockstep")
-    return [*model.losses, trainer.validate(model, loader(), verbose=False)[0]["validation"]]
+    return model.wrapper, [*model.losses, trainer.validate(model, loader(), verbose=False)[0]["validation"]]
 
 
-def train_from_checkpoint() -> list[float]:
-    """One epoch, and a second one of another model from the checkpoint of the first. Returns the losses, as ``train``."""
+def train_from_checkpoint() -> tuple[str, list[float]]:
+    """One epoch, and a second one of another model from the checkpoint of the first. Returns the same as ``train``."""
     first, second = make_model(), make_model()
     trainer = make_trainer(lockstep.integrations.lightning.LockstepStrategy(), max_epochs=1, **ACCUMULATED)
     trainer.fit(first, loader())
     trainer.save_checkpoint(CHECKPOINT)
     trainer = make_trainer(lockstep.integrations.lightning.LockstepStrategy(), max_epochs=2, **ACCUMULATED)
     trainer.fit(second, loader(), ckpt_path=CHECKPOINT)
-    return [*first.losses, *second.losses, trainer.validate(second, loader(), verbose=False)[0]["validation"]]
+    return second.wrapper, [*first.losses, *second.losses, trainer.validate(second, loader(), verbose=False)[0]["validation"]]
 
 
 def fit_again() -> list[float]:

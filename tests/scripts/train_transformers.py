@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, 
 import lockstep
 
 STEPS = 8
+DIED = Path("died-1")
 
 
 class Tokens(Dataset[Any]):
@@ -54,9 +57,11 @@ def make_trainer(model: Any, folder: str, **options: Any) -> Trainer:
     return Trainer(model, arguments, train_dataset=Tokens(), eval_dataset=Tokens())
 
 
-def train(folder: str, resume_from: str | None = None) -> dict[str, Any]:
+def train(folder: str, resume_from: str | bool | None = None, callback: TrainerCallback | None = None) -> dict[str, Any]:
     """Returns the losses and gradient norms that the Trainer has logged, and the loss of an evaluation."""
     trainer = make_trainer(make_model(), folder)
+    if callback is not None:
+        trainer.add_callback(callback)
     trainer.train(resume_from_checkpoint=resume_from)
     logged = [(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry]
     return {
@@ -65,6 +70,15 @@ def train(folder: str, resume_from: str | None = None) -> dict[str, Any]:
         "evaluated": trainer.evaluate()["eval_loss"],
         "saved": sorted(os.listdir(f"{folder}/checkpoint-{STEPS}")),
     }
+
+
+class Killed(TrainerCallback):
+    """Kills rank 1 after step 6, once."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if os.environ["RANK"] == "1" and state.global_step == 6 and not DIED.exists():
+            DIED.write_text("step 6\n")
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 class ReducedParameters(TrainerCallback):
@@ -109,6 +123,7 @@ if __name__ == "__main__":
         torch=lambda: train("torch"),
         ours=patched(lambda: train("ours")),
         resumed=patched(lambda: train("resumed", resume_from=f"ours/checkpoint-{STEPS // 2}")),
+        killed=lambda: train("killed", resume_from=DIED.exists(), callback=Killed()),
         torch_adapters=lambda: train_adapters("torch-adapters"),
         adapters=patched(lambda: train_adapters("adapters")),
     )

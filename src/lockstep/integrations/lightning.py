@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from lockstep.replicas.ddp import DistributedDataParallel
 
@@ -35,12 +35,6 @@ class LockstepStrategy(DDPStrategy):  # type: ignore[misc]  # lightning is not a
 
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
         return DistributedDataParallel(model, device_ids=self.determine_ddp_device_ids(), **self._ddp_kwargs)
-
-    def pre_backward(self, closure_loss: Tensor) -> None:
-        """Does nothing: torch's class must be prepared for a backward of manual optimization, ours need not be."""
-
-    def post_backward(self, closure_loss: Tensor) -> None:
-        """Does nothing, as ``pre_backward``."""
 
     def teardown(self) -> None:
         """End the replica of the model, so that the next ``fit`` can wrap the model anew. Called by the ``Trainer``."""
