@@ -107,6 +107,8 @@ class AgentEndpoint:
     """How many workers the run began with; 0 if it is not known."""
     ledger: str = ""
     """The folder in which to record which samples were committed; empty: do not record."""
+    is_debugged: bool = False
+    """Whether a person may stop a worker in a debugger: `lockstep run --debug-rank`."""
 
 
 def agent_endpoint(environ: Mapping[str, str] | None = None) -> AgentEndpoint | None:
@@ -121,6 +123,7 @@ def agent_endpoint(environ: Mapping[str, str] | None = None) -> AgentEndpoint | 
         float(env.get("LOCKSTEP_HANG_TIMEOUT", 30)),
         int(env.get("LOCKSTEP_START_SIZE", 0)),
         env.get("LOCKSTEP_LEDGER", ""),
+        "LOCKSTEP_DEBUG_RANK" in env,
     )
 
 

@@ -26,6 +26,7 @@ def train(victim):
         model(x).square().mean().backward()
         opt.step(); opt.zero_grad()
         if run.committed and run.step == 9 and os.environ["LOCKSTEP_WORKER"] == victim:
+            os.kill(os.getpgrp(), signal.SIGKILL)  # the zygote: the replacement needs another one
             os.kill(os.getpid(), signal.SIGKILL)
     weights = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
     print("trained on rank", run.rank)

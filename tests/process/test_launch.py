@@ -608,6 +608,25 @@ print("rank", rank, "ends")
     assert b"hangs" not in run.seen
 
 
+def test_nobody_is_taken_for_hung_while_a_worker_is_debugged(launch: Callable[..., LaunchedRun]) -> None:
+    script = """
+import torch, lockstep
+model = torch.nn.Linear(2, 1)
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+run = lockstep.Run(model, opt, lanes=2, timeout_s=0.3)
+for (x,) in run.shard(torch.utils.data.TensorDataset(torch.ones(8, 2)), global_batch=2):
+    if run.step == 1 and run.rank == 1:
+        time.sleep(1.5)  # a person thinks
+    model(x).sum().backward()
+    opt.step(); opt.zero_grad()
+open(f"done-{run.rank}", "w").write("done\\n")
+"""
+    run = launch(script, "-n", "2", "--debug-rank", "1", "--hang-timeout", "0.3")
+    assert run.wait() == 0, run.dump()
+    assert run.notes("done") == {"0": "done", "1": "done"}
+    assert run.stderr() == ""
+
+
 def test_packets_that_make_no_sense_do_not_harm_the_agent(launch: Callable[..., LaunchedRun]) -> None:
     run = launch(
         """

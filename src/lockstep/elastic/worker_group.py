@@ -65,7 +65,8 @@ def join_workers(endpoint: AgentEndpoint | None, options: CommOptions, max_worke
             place=options.place,
         )
         return WorkerGroup(comm, comm.size)
-    options = replace(options, timeout_s=min(options.timeout_s, endpoint.hang_timeout_s))
+    limit_s = endpoint.hang_timeout_s  # very long, if the others must wait for a person
+    options = replace(options, timeout_s=limit_s if endpoint.is_debugged else min(options.timeout_s, limit_s))
     link = AgentLink(endpoint, options)
     joined = link.join(max_workers or endpoint.start_size)
     if joined is None:  # the run is under way: this worker joins at the loop that the others are in

@@ -376,7 +376,13 @@ class Agent:
         given, policy = self._settings, self._settings.policy
         threads = given.threads or threads_per_worker(given.size, os.environ)
         settings = RunSettings(
-            given.size, given.ledger, policy.hang_timeout_s, self._master_port.number, self._state.restarts, policy.max_restarts
+            given.size,
+            given.ledger,
+            policy.hang_timeout_s,
+            self._master_port.number,
+            self._state.restarts,
+            policy.max_restarts,
+            given.debug_rank,
         )
         specs = []
         for id, local_rank in self._local_ranks.assign(ids).items():

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from lockstep.launcher.run_folder import RunFolder
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
-_NAMES = "WORKER RUN_DIR AGENT_FD RANK SIZE LOCAL_RANK LOCAL_SIZE STORE LEDGER HANG_TIMEOUT START_SIZE"
+_NAMES = "WORKER RUN_DIR AGENT_FD RANK SIZE LOCAL_RANK LOCAL_SIZE STORE LEDGER HANG_TIMEOUT START_SIZE DEBUG_RANK"
 _RANK_NAMES = "RANK LOCAL_RANK GROUP_RANK ROLE_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_WORLD_SIZE ROLE_WORLD_SIZE ROLE_NAME"
 _TORCHELASTIC_NAMES = "RUN_ID RESTART_COUNT MAX_RESTARTS USE_AGENT_STORE ERROR_FILE"
 WORKER_VARIABLES = (
@@ -36,6 +36,7 @@ class RunSettings:
     restarts: int
     """How often all workers have been started again."""
     max_restarts: int
+    debug_rank: int | None
 
 
 def threads_per_worker(size: int, environ: Mapping[str, str]) -> int:
@@ -61,6 +62,8 @@ def worker_environment(
     env |= {"LOCKSTEP_HANG_TIMEOUT": f"{settings.hang_timeout_s:g}", "LOCKSTEP_START_SIZE": str(size)}
     if settings.ledger:
         env["LOCKSTEP_LEDGER"] = str(run_folder.ledger)
+    if settings.debug_rank is not None:
+        env["LOCKSTEP_DEBUG_RANK"] = str(settings.debug_rank)
     size = max(size, local_rank + 1)  # the run was scaled up
     env |= {"LOCKSTEP_RANK": str(local_rank), "LOCKSTEP_SIZE": str(size), "LOCKSTEP_STORE": f"file://{run_folder.store}"}
     env |= {"LOCKSTEP_LOCAL_RANK": str(local_rank), "LOCKSTEP_LOCAL_SIZE": str(size)}

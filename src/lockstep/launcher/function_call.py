@@ -36,8 +36,9 @@ def call_and_save(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
 
 
 def load_result(worker_folder: Path) -> Any:
-    """Returns what the function has returned on a worker."""
-    return pickle.loads((worker_folder / _RESULT).read_bytes())
+    """Returns what the function has returned on a worker; None if it has left the process by ``sys.exit(0)``."""
+    path = worker_folder / _RESULT
+    return pickle.loads(path.read_bytes()) if path.exists() else None
 
 
 def save_function(path: Path, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:

@@ -7,7 +7,8 @@ Every way to the other workers begins there: torch.distributed's ``env://``, fra
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Any
 
 _CONNECTING = frozenset(("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCKSTEP_STORE"))
@@ -20,16 +21,26 @@ def watch(on_read: Callable[[bool], object]) -> None:
     """Call ``on_read(False)`` when the script first reads its rank, and ``on_read(True)`` when it first connects to others."""
     plain: Any = type(os.environ)
     has_read_rank = False
+    listed: deque[str] = deque()  # names that were listed and whose values may be read next: dict(os.environ), os.environ.items()
 
     class WatchedEnvironment(plain):  # type: ignore[misc]
+        def __iter__(self) -> Iterator[str]:
+            listed.clear()
+            listed.extend(plain.__iter__(self))
+            return iter(list(listed))
+
         def __getitem__(self, name: str) -> Any:
             nonlocal has_read_rank
-            if name in _CONNECTING:
-                os.environ.__class__ = plain
-                on_read(True)
-            elif name in _RANKS and not has_read_rank:
-                has_read_rank = True
-                on_read(False)
+            if listed and listed[0] == name:
+                listed.popleft()
+            else:
+                listed.clear()
+                if name in _CONNECTING:
+                    os.environ.__class__ = plain
+                    on_read(True)
+                elif name in _RANKS and not has_read_rank:
+                    has_read_rank = True
+                    on_read(False)
             return plain.__getitem__(self, name)
 
     WatchedEnvironment.__name__ = plain.__name__

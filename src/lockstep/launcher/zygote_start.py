@@ -92,6 +92,8 @@ class ForkStart:
             return _Forked(pid)
         try:
             signal.set_wakeup_fd(-1)
+            for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGCHLD):
+                signal.signal(number, signal.SIG_DFL)  # the agent's handlers do nothing in this process
             os.setpgid(0, 0)
             die_with_parent(agent_pid)
             for target in (1, 2):
