@@ -135,7 +135,7 @@ def _describe(rank: int, status: Status | None, subject: str) -> str:
     if status.ended == FINISHED:
         return (
             f"Rank {rank} finished after {status.what} ({status.at}): its loop was shorter. "
-            "Give every rank the same number of batches, or wrap the loop in join()."
+            "Every rank needs the same number of steps (in a loop of your own: of batches, or wrap the loop in join())."
         )
     if status.ended:
         return f"Rank {rank} ended with {status.ended} after {status.what} ({status.at}); its log has the traceback."
