@@ -60,9 +60,11 @@ print("rank", rank, "began at", first, "total", total.item())
     assert re.fullmatch(r"rank 0 began at 4 total 2.0", run.stdout().splitlines()[-1]), run.dump()
     assert "rank 1 began at 4 total 2.0" in run.log(5), run.dump()
     said = run.stderr()
-    assert "worker 1 died (SIGKILL). All workers are stopped and start again (restart 1 of 3)" in said
+    # Rank 0 may notice that its connection is closed before the agent sees the death of rank 1, and is then named first.
+    assert "All workers are stopped and start again (restart 1 of 3)" in said
+    assert "worker 1 died (SIGKILL)" in said
     assert "raised ValueError: a fault. All workers are stopped and start again (restart 2 of 3)" in said
-    assert said.count("Traceback") == 1, said
+    assert len(re.findall(r"^\[worker \d\] ValueError: a fault$", said, re.M)) == 1, said
     assert "SIGTERM" not in said
 
 

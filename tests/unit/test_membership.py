@@ -633,11 +633,22 @@ def test_without_a_run_restarts_are_bounded_and_the_same_error_twice_ends_the_ru
     assert end.code == 1
     assert "--max-restarts" in end.why
     assert isinstance(play(connected(2, Policy(respawn=False)), Died(1, "SIGKILL"))[1][0], End)
-    state, actions = play(connected(1), ScriptRaised(0, -1, "KeyError: 1", "KeyError at train.py:3"), Died(0, "exit code 1"))
+    state, actions = play(connected(1), ScriptRaised(0, -1, "KeyError: 1", "KeyError at train.py:3"), Died(0, "", exited=True))
     assert actions == [StopAll((0,)), StartAgain(1), Spawn((1,))]
     state, _ = play(state, RankRead(1, needs_peers=True))
     (end,) = play(state, ScriptRaised(1, -1, "KeyError: 2", "KeyError at train.py:3"))[1]
     assert end == End(1, "the script raised at train.py:3 again after a restart: KeyError: 2")
+
+
+def test_without_a_run_an_exception_that_a_dead_worker_explains_is_no_bug() -> None:
+    lost = "connection closed"
+    state = connected(2)
+    for first in (0, 2, 4):
+        state, _ = play(state, ScriptRaised(first, -1, lost, "RuntimeError at train.py:3"))
+        assert reports(state, Died(first + 1, "SIGKILL")) == [f"worker {first + 1} died (SIGKILL), which may be why others failed"]
+        state, actions = play(state, Died(first + 1, "SIGKILL"), Died(first, "exit code 1", exited=True))
+        assert Spawn((first + 2, first + 3)) in actions
+        state, _ = play(state, RankRead(first + 2, needs_peers=True))
 
 
 def test_without_a_run_the_number_of_workers_cannot_be_changed() -> None:

@@ -53,7 +53,7 @@ from lockstep.plan.membership_events import (
 )
 from lockstep.plan.membership_generation import Decision, break_generation, count, end, kill, note_commit, respawn, settle, spawn
 from lockstep.plan.membership_hangs import on_tick
-from lockstep.plan.membership_restarts import independence_note, on_rank_read, restart, restarts_together, start_again
+from lockstep.plan.membership_restarts import independence_note, on_death_while_stopping, on_rank_read, restart, restarts_together
 from lockstep.plan.membership_state import Policy, State, Status
 
 
@@ -171,7 +171,7 @@ def _on_script_raised(state: State, event: ScriptRaised, now: float) -> Decision
         return end(state, 1, f"the script raised at {where} {_repeated(state)}: {event.error}")
     why = f"worker {event.worker} raised {event.error}"
     if restarts_together(state):
-        return restart(state, why)
+        return restart(replace(state, restarting_for=bug), why)
     if event.worker not in state.members:
         return state, (), why
     state, aborts = break_generation(state, why, now)  # its process is about to exit: the other members need not wait for that
@@ -204,7 +204,7 @@ def _on_death(state: State, event: Died, now: float) -> Decision:
         fruitless=0,
     )
     if state.restarting:
-        return (state, (), why) if state.workers else start_again(state)
+        return on_death_while_stopping(state, event, why)
     if restarts_together(state) and not worker.finished:
         return restart(state, why)
     if was_member and not worker.finished and not has_left:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lockstep.plan.membership_events import Action, RankRead, Report, StartAgain, StopAll
+from lockstep.plan.membership_events import Action, Died, RankRead, Report, StartAgain, StopAll
 from lockstep.plan.membership_generation import Decision, count, end, spawn
 from lockstep.plan.membership_state import State
 
@@ -42,9 +42,24 @@ def restart(state: State, why: str) -> Decision:
     return state, (*actions, *more), why
 
 
+def on_death_while_stopping(state: State, event: Died, why: str) -> Decision:
+    """A worker is gone. If a signal of its own has ended it, that may be why another one raised, which is then no bug."""
+    actions: tuple[Action, ...] = ()
+    if not event.exited and event.how != "SIGTERM":  # which the agent sends
+        places = list(state.failed_places)
+        if state.restarting_for in places:
+            places.remove(state.restarting_for)
+        state = replace(state, failed_places=tuple(places), restarting_for="")
+        actions = (Report(f"{why}, which may be why others failed"),)
+    if state.workers:
+        return state, actions, why
+    state, more, why = start_again(state)
+    return state, (*actions, *more), why
+
+
 def start_again(state: State) -> Decision:
     """All workers of the last attempt are gone: start as many again."""
-    state = replace(state, restarting=False, finishing=False, unfinished=(), ended_at=(), needs_peers=False)
+    state = replace(state, restarting=False, restarting_for="", finishing=False, unfinished=(), ended_at=(), needs_peers=False)
     state, start = spawn(state, state.size, 0.0)
     return state, (StartAgain(state.restarts), start), f"restart {state.restarts}: starting {count(state.size)}"
 

@@ -113,6 +113,8 @@ class State:
     """It has done so in order to connect to the other workers, since they were last started."""
     restarting: bool = False
     """All workers were told to stop, and are started again when they are gone."""
+    restarting_for: str = ""
+    """The exception, as in ``failed_places``, because of which all workers were told to stop; empty: another reason."""
     restarts: int = 0
     """How often all workers were started again."""
     respawned_at: tuple[float, ...] = ()
