@@ -375,9 +375,9 @@ class Chaos:
         assert not left, f"processes are left: {left}"
         left = _wait_for_none(lambda: [n for n in set(os.listdir("/dev/shm")) - self._shared_memory if not _is_in_use(n)])
         assert not left, f"left in /dev/shm: {left}"
-        left = sorted(
-            path.name for path in self._temporary.iterdir() if not path.name.startswith("torchinductor_")
-        )  # torch's cache
+        # torch's cache; and folders of multiprocessing, which a loader process cannot remove when its worker is killed.
+        not_ours = ("torchinductor_", *(["pymp-"] if self.done else []))
+        left = sorted(path.name for path in self._temporary.iterdir() if not path.name.startswith(not_ours))
         assert not left, f"left in the temporary folder: {left}"
 
     def _dump(self) -> str:
