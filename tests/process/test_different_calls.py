@@ -32,7 +32,11 @@ def connect(rank: int, size: int, kind: str, place: Callable[[], str] = lambda: 
     return open_comm(torch.device("cpu"), world=world, timeout_s=TIMEOUT_S, kind=kind, place=place)
 
 
-def call(comm: Comm, name: str, bucket: torch.Tensor) -> None:
+def make_buckets(comm: Comm) -> list[torch.Tensor]:
+    return [comm.buffer(1000, torch.float32, torch.device("cpu")) for _ in range(3)]
+
+
+def call(comm: Comm, name: str, buckets: list[torch.Tensor]) -> None:
     """One of the calls that training makes. Only gathers may have different sizes."""
     plan = fold(comm.size, [(r, r + 1) for r in range(comm.size)])
     if name.startswith("gather"):
@@ -41,9 +45,9 @@ def call(comm: Comm, name: str, bucket: torch.Tensor) -> None:
         mine = torch.zeros(4 if name == "all_gather A" else 2000)
         comm.all_gather(torch.zeros(comm.size, mine.numel()), mine, name).wait()
     elif name == "bucket":
-        comm.fold(bucket, plan, None, name).wait()
+        comm.fold(buckets[0], plan, None, name).wait()
     elif name == "buckets":
-        pending = [comm.fold(bucket, plan, None, f"{name} {k}") for k in range(3)]
+        pending = [comm.fold(bucket, plan, None, f"{name} {k}") for k, bucket in enumerate(buckets)]
         for one in pending:
             one.wait()
     elif name == "small reduction":
@@ -58,15 +62,15 @@ def call(comm: Comm, name: str, bucket: torch.Tensor) -> None:
 
 def disagree(rank: int, size: int, kind: str, calls: tuple[str, str]) -> tuple[str, float]:
     comm = connect(rank, size, kind, lambda: f"train.py:{40 + rank}")
-    bucket = comm.buffer(1000, torch.float32, torch.device("cpu"))
+    buckets = make_buckets(comm)
     for _ in range(2):
-        call(comm, "bucket", bucket)
-        call(comm, "gather A", bucket)
+        call(comm, "bucket", buckets)
+        call(comm, "gather A", buckets)
     mine = calls[0] if rank == 0 else calls[1]
     began = time.monotonic()
     try:
-        call(comm, mine, bucket)
-        call(comm, "barrier", bucket)
+        call(comm, mine, buckets)
+        call(comm, "barrier", buckets)
     except (UsageError, PeerError) as error:
         return f"{type(error).__name__}: {error}", time.monotonic() - began
     finally:
@@ -108,11 +112,11 @@ def test_every_worker_raises_one_error_that_names_each_call_and_its_place(kind: 
 def arrive_late(rank: int, size: int, kind: str) -> int:
     """Rank 1 comes a second late to each of several operations; the others wait, with operations of other names in flight."""
     comm = connect(rank, size, kind)
-    bucket = comm.buffer(1000, torch.float32, torch.device("cpu"))
+    buckets = make_buckets(comm)
     for name in ("gather A", "buckets", "broadcast", "barrier", "gather B"):
         if rank == 1:
             time.sleep(1.2)
-        call(comm, name, bucket)
+        call(comm, name, buckets)
     comm.close()
     return 1
 

@@ -9,11 +9,10 @@ import socket
 from pathlib import Path
 
 import pytest
-import torch
 
 from lockstep.comm.base import Comm
 from lockstep.comm.exchange import gather_bytes
-from tests.process.test_different_calls import call, connect
+from tests.process.test_different_calls import call, connect, make_buckets
 from tests.workers import run_workers
 
 ATTEMPTS = 300
@@ -61,8 +60,8 @@ def is_connected(attempt: socket.socket) -> bool:
 
 def suffer(rank: int, size: int, kind: str) -> tuple[list[tuple[str, int]], int]:
     comm: Comm = connect(rank, size, kind)
-    bucket = comm.buffer(1000, torch.float32, torch.device("cpu"))
-    call(comm, "bucket", bucket)
+    buckets = make_buckets(comm)
+    call(comm, "bucket", buckets)
     addresses = listening()
     if rank == 0:
         used = len(os.listdir("/proc/self/fd"))
@@ -71,7 +70,7 @@ def suffer(rank: int, size: int, kind: str) -> tuple[list[tuple[str, int]], int]
     established = flood([("127.0.0.1", int(port)) for port in ports.decode().split(",") if port]) if rank == 1 else 0
     for _ in range(3):
         comm.barrier("after the attack")
-        call(comm, "buckets", bucket)
+        call(comm, "buckets", buckets)
     comm.close()
     return addresses, established
 

@@ -25,6 +25,7 @@ from lockstep.comm.counters import LockedCounters, PlainCounters, counters_for
 from lockstep.comm.open_comm import open_comm
 from lockstep.comm.segment import Segment, SegmentError, free_bytes
 from lockstep.comm.shared_bucket import SharedBucket, slice_of
+from lockstep.errors import InvariantError
 from lockstep.world import World, requested_comm
 from tests.models import MLP, batch, digest, loss_of, part
 from tests.workers import WorkerProcesses, leave_note, run_workers
@@ -336,3 +337,21 @@ def test_a_worker_killed_while_it_holds_the_mutex_does_not_stop_the_others() -> 
     counters.publish(0, 5)
     assert counters.read() == [5, 0]
     assert not counters.reached(5)
+
+
+# -- one operation at a time -----------------------------------------------------------------------------
+
+
+def test_a_bucket_that_is_in_flight_is_not_used_again() -> None:
+    segment = Segment.create(SharedBucket.nbytes(2, 1000, torch.float32, PlainCounters))
+    mine, other = (SharedBucket(segment, rank, 2, 1000, torch.float32, PlainCounters) for rank in range(2))
+    mine.deposit()
+    with pytest.raises(InvariantError, match="while the first one is in flight"):
+        mine.deposit()
+    other.deposit()
+    assert mine.is_deposited()
+    mine.publish_reduced()
+    assert not mine.is_reduced()
+    other.publish_reduced()
+    assert mine.is_reduced()
+    mine.deposit()

@@ -53,7 +53,10 @@ class Comm(Protocol):
         """Whether ``reduce(tensor, "mean")`` is cheaper than scaling the values first and then ``reduce(tensor, "sum")``."""
 
     def buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a zeroed flat tensor that this comm reduces with the fewest copies. All ranks must call it."""
+        """Return a zeroed flat tensor that this comm reduces with the fewest copies. All ranks must call it.
+
+        The tensor may be in one operation at a time.
+        """
 
     def reduce(self, tensor: Tensor, op: Op, what: str) -> Pending:
         """All-reduce a contiguous tensor in place. The result has the same bits on every rank, whatever the timing."""

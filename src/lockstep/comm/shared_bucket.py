@@ -7,6 +7,7 @@ import torch
 from lockstep.comm.counters import LINE_BYTES, PlainCounters
 from lockstep.comm.fold import Block, fold_blocks, reduction, rows_of, values_of
 from lockstep.comm.segment import Segment
+from lockstep.errors import InvariantError
 from lockstep.plan.tree import Fold
 
 PAGE_BYTES = 4096
@@ -19,9 +20,9 @@ class SharedBucket:
         self, segment: Segment, rank: int, size: int, numel: int, dtype: torch.dtype, counters: type[PlainCounters]
     ) -> None:
         is_first = rank == 0
-        self.deposited = counters(segment.memory, 0, size, is_first)
-        self.reduced = counters(segment.memory, counters.nbytes(size), size, is_first)
-        self._rank, self._uses = rank, 0
+        self._deposited = counters(segment.memory, 0, size, is_first)
+        self._reduced = counters(segment.memory, counters.nbytes(size), size, is_first)
+        self._rank, self._uses, self._in_use = rank, 0, False
         start, stride = self.layout(size, numel, dtype, counters)
         self.buffers = [torch.frombuffer(segment.memory, dtype=dtype, count=numel, offset=start + r * stride) for r in range(size)]
         self._blocks: dict[Fold | None, list[Block]] = {}
@@ -36,11 +37,26 @@ class SharedBucket:
             found = self._blocks[fold] = fold_blocks(values, fold, [own[0] for own in rows], low, high)
         return found
 
-    def deposit(self) -> int:
-        """Publish that this rank's buffer is filled; other ranks may then read and write it. Returns how often it was filled."""
+    def deposit(self) -> None:
+        """Publish that this rank's buffer is filled; other ranks may then read and write it."""
+        if self._in_use:
+            raise InvariantError("a shared bucket was given to a second operation while the first one is in flight")
+        self._in_use = True
         self._uses += 1
-        self.deposited.publish(self._rank, self._uses)
-        return self._uses
+        self._deposited.publish(self._rank, self._uses)
+
+    def is_deposited(self) -> bool:
+        """Whether every rank's buffer is filled."""
+        return self._deposited.reached(self._uses)
+
+    def publish_reduced(self) -> None:
+        """Publish that this rank has written its slices of the total to every rank."""
+        self._reduced.publish(self._rank, self._uses)
+
+    def is_reduced(self) -> bool:
+        """Whether every rank has written its slices; this rank's buffer may then be filled again."""
+        self._in_use = not self._reduced.reached(self._uses)
+        return not self._in_use
 
     @staticmethod
     def layout(size: int, numel: int, dtype: torch.dtype, counters: type[PlainCounters]) -> tuple[int, int]:

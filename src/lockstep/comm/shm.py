@@ -204,16 +204,16 @@ class Shm:
         bucket = self.bucket_of(tensor)
         if bucket is None:
             return self._enqueue(self._fold_through_channel(tensor, fold, scale, what), number, what)
+        bucket.deposit()
         return self.start(self._fold_bucket(bucket, fold, scale), number, what)
 
     def _fold_bucket(self, bucket: SharedBucket, fold: Fold | None, scale: float | None) -> OpGenerator:
-        use = bucket.deposit()
-        while not bucket.deposited.reached(use):
+        while not bucket.is_deposited():
             yield
         for block in bucket.blocks(fold):
             block.run(scale)
-        bucket.reduced.publish(self.rank, use)
-        while not bucket.reduced.reached(use):
+        bucket.publish_reduced()
+        while not bucket.is_reduced():
             yield
 
     def _fold_through_channel(self, tensor: Tensor, fold: Fold | None, scale: float | None, what: str) -> OpGenerator:

@@ -132,12 +132,12 @@ class TwoLevel:
 
     def _start(self, bucket: SharedBucket, slices: list[_CarriedSlice], between: OpGenerator, what: str) -> Pending:
         number = self._local.health.begin(what)
+        bucket.deposit()
         return self._local.start(self._run(bucket, slices, between), number, what)
 
     def _run(self, bucket: SharedBucket, slices: list[_CarriedSlice], between: OpGenerator) -> OpGenerator:
         """Add on this machine, then ``between`` machines, then copy the totals to the other workers of this machine."""
-        use = bucket.deposit()
-        while not bucket.deposited.reached(use):
+        while not bucket.is_deposited():
             yield
         for carried in slices:
             for block in carried.blocks:
@@ -147,8 +147,8 @@ class TwoLevel:
         for carried in slices:
             for other in carried.others:
                 other.copy_(carried.out)
-        bucket.reduced.publish(self._local_rank, use)
-        while not bucket.reduced.reached(use):
+        bucket.publish_reduced()
+        while not bucket.is_reduced():
             yield
 
     def _reduce_between(self, slices: list[_CarriedSlice], scale: float | None, ticket: int) -> OpGenerator:
