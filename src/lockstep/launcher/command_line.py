@@ -58,7 +58,8 @@ def add_parsers(commands: Any) -> None:
 
 def run(given: argparse.Namespace) -> int:
     """Run a script or a module on several workers. Returns the exit code of the script."""
-    from lockstep.launcher.agent import Agent, Settings
+    from lockstep.launcher.local_run import LocalRun
+    from lockstep.launcher.supervisor import Settings
     from lockstep.launcher.zygote_start import InterpreterStart
     from lockstep.plan.membership_state import Policy
 
@@ -76,8 +77,8 @@ def run(given: argparse.Namespace) -> int:
         hang_timeout_s=given.hang_timeout if given.debug_rank is None else _DEBUG_HANG_TIMEOUT_S,
         max_restarts=given.max_restarts,
     )
-    settings = Settings(size, tuple(preload), given.grace, policy, given.ledger, given.debug_rank)
-    return Agent(settings, InterpreterStart(entrypoint, preload), RunFolder.create(given.run_dir, time.time())).run()
+    settings = Settings(size, given.grace, policy, given.ledger, given.debug_rank)
+    return LocalRun(settings, InterpreterStart(entrypoint, preload), RunFolder.create(given.run_dir, time.time())).run()
 
 
 def scale(given: argparse.Namespace) -> int:
