@@ -55,6 +55,10 @@ class Machines(Protocol):
         """The workers that are running or being started."""
 
     @property
+    def room(self) -> int | None:
+        """How many workers there can be; None: any number."""
+
+    @property
     def holds_terminal(self) -> bool:
         """Whether a worker reads the terminal of this process, for a debugger."""
 
@@ -94,9 +98,14 @@ class Machines(Protocol):
     def forget_workers(self) -> None:
         """All workers are gone. Those that are started in their place must not meet what the others have left."""
 
+    def keep(self, packet: packets.Packet) -> None:
+        """Keep a packet for a process that may supervise the run after this one."""
+
 
 class LocalMachine:
     """``say(text)`` shows a sentence to the person who started the run."""
+
+    room: int | None = None
 
     def __init__(
         self,
@@ -193,6 +202,9 @@ class LocalMachine:
         self._run_folder.remove_store()
         self._master_port.close()
         self._master_port = MasterPort()
+
+    def keep(self, packet: packets.Packet) -> None:
+        """If this process ends, so do its workers: there is nothing to keep packets for."""
 
     @property
     def next_at(self) -> float:

@@ -83,9 +83,31 @@ class Supervisor:
         self._run_folder.record("begin", settings=dataclasses.asdict(self._settings), pid=os.getpid())
         self._adopt(begin(self._settings.size, self._settings.policy))
 
+    def resume(self, decision: Decision) -> None:
+        """Continue a run that another process has supervised. ``decision``: its state, and what to do first."""
+        state = decision[0]
+        self._run_folder.record("continue", generation=state.generation, workers=[worker.id for worker in state.workers])
+        if state.generation >= 0:
+            self._ranks = {id: rank for rank, id in enumerate(state.formed)}
+            self._exit_status.generation_formed(state.formed)
+            self._store.begin(state.generation)
+        self._adopt(decision)
+
+    def on_kept(self, packet: packets.Packet) -> None:
+        """A packet that ``Machines.keep`` was given by the process that has supervised the run before."""
+        if packet.get("type") == "epoch":
+            self._results.begin_epoch(packet)
+        else:
+            self._results.record(packet)
+
     @property
     def state(self) -> State:
         return self._state
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether the run has ended or was told to."""
+        return self._shutdown.has_begun
 
     @property
     def is_over(self) -> bool:
@@ -114,6 +136,7 @@ class Supervisor:
 
     def close(self) -> None:
         self._control_socket.close()
+        self._run_folder.remove_socket()
 
     def on_time(self, now: float) -> None:
         if self._run_folder.error is not None and not self._run_folder_error_shown:
@@ -168,12 +191,14 @@ class Supervisor:
         """A packet that changes no membership: a result for newcomers, a checkpoint was saved, or the workers have stopped."""
         kind, step = packet.get("type"), packet.get("step")
         if kind == "recorded":
+            self._machines.keep(packet)
             for id in self._results.record(packet):
                 self.decide(events.LeaveRequested(id))
         elif kind == "recall":
             if not self._results.recall(worker, packet):
                 self.decide(events.LeaveRequested(worker))
         elif kind == "epoch":
+            self._machines.keep(packet)
             self._results.begin_epoch(packet)
         elif kind == "latest epoch":
             self._results.latest_epoch(worker, packet)
@@ -240,6 +265,10 @@ class Supervisor:
             return {"ok": False, "error": "the agent knows one request: {'type': 'scale', 'size': N}, with N at least 1"}
         if self._shutdown.has_begun:
             return {"ok": False, "error": "the run is ending"}
+        room = self._machines.room
+        if room is not None and size > room:
+            error = f"the machines of the run have room for {room} workers. Start `lockstep agent` on another machine to add more"
+            return {"ok": False, "error": error}
         return {"ok": True, "value": self.decide(events.ScaleRequested(size))}
 
     # -- decisions, and their actions -------------------------------------------------------------
