@@ -234,13 +234,13 @@ class TrainingLoop:
     # -- mistakes ----------------------------------------------------------------------------
 
     def require_open(self) -> None:
-        self._warn_if_abandoned()
+        self._warn_if_abandoned(stacklevel=4)
         if self._closed:
             raise UsageError("this Run is closed. Make a new one.")
 
     def close(self) -> None:
         self._closed = True
-        self._warn_if_abandoned()
+        self._warn_if_abandoned(stacklevel=5)
 
     def require_collective(self, call: str, line: str) -> None:
         """Raise a UsageError if ``call`` would not run on all workers at once."""
@@ -260,13 +260,13 @@ class TrainingLoop:
         self._gate.require_known_parameters()
         self._engine.require_unchanged()
 
-    def _warn_if_abandoned(self) -> None:
+    def _warn_if_abandoned(self, stacklevel: int) -> None:
         """Not in ``leave_loop``, which also runs while an exception ends the program."""
         if self._abandoned is not None:
             warnings.warn(
                 f"a loop over run.shard was left in the middle of step {self._abandoned}: its lanes so far were dropped, and "
                 "which lanes these were depends on the number of workers. Leave the loop when run.committed is true, and count "
                 "by run.step.",
-                stacklevel=4,
+                stacklevel=stacklevel,
             )
             self._abandoned = None
