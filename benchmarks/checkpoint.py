@@ -180,7 +180,7 @@ def verification(rank: int, size: int, out: str) -> None:
     model = GPT(GPTConfig(vocab=256, context=64, layers=6, heads=8, width=256))
     opt = torch.optim.AdamW(model.parameters())
     run = lockstep.Run(model, opt, lanes=size, verify_every=10)
-    task = run._loop.tasks[0]
+    task = run._loop._between_steps._tasks[0]
     perform, spent, steps = task.perform, [], []
 
     def timed_perform(now: Any) -> Any:
