@@ -34,7 +34,7 @@ WIDTH = 1024
 
 
 def make(megabytes: int, device: str) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A stack of square layers whose parameters and AdamW state have so many bytes together."""
+    """Return a stack of square layers and its AdamW. Parameters and optimizer state have ``megabytes`` together."""
     layers = max(1, round(megabytes * 1e6 / 3 / 4 / WIDTH**2))
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers))).to(device)
     opt = torch.optim.AdamW(model.parameters())

@@ -592,7 +592,8 @@ class Run:
 
         Args:
             what: What this worker does, for messages: "saving the best model".
-            limit_s: After so many seconds the worker counts as hung if the others wait for it for another ``--hang-timeout``.
+            limit_s: For how many seconds the agent tolerates the work. If the block takes longer, and the others then wait for
+                another ``--hang-timeout``, the agent kills this worker as hung.
 
         Returns:
             A context manager.
