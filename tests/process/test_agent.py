@@ -303,6 +303,38 @@ def test_recoveries_without_progress_end_the_run_and_say_what_each_worker_report
     assert re.search(r"worker 1 \(pid \d+\): no route to rank 0", run.stderr())
 
 
+EXCHANGE = """
+import lockstep.training.run as calls
+def exchange(name, function, value, tensor_of):
+    \"\"\"Worker 1 loses the others when worker 0 has changed its result: it receives the result from worker 0.\"\"\"
+    real = getattr(calls, function)
+    def lose(*args):
+        real(*args)
+        while not Path(f"changed-{name}").exists(): time.sleep(0.01)
+        setattr(calls, function, real)
+        raise lockstep.PeerError("asked to")
+    if worker == 1: setattr(calls, function, lose)
+    result = tensor_of(getattr(run, name)(value))
+    note(name, str(float(result)))
+    result.zero_()
+    Path(f"changed-{name}").touch()
+"""
+
+
+def test_a_result_that_a_worker_changes_reaches_the_others_unchanged(launch: Callable[..., LaunchedRun]) -> None:
+    calls = (
+        "if run.step == 3: exchange('gather', 'gather_values', torch.ones(1), lambda values: values[0])",
+        "if run.step == 5: exchange('mean', 'mean_of_values', torch.ones(1), lambda value: value)",
+        "if run.step == 7: exchange('broadcast', 'broadcast_value', {'a': torch.ones(1)}, lambda value: value['a'])",
+    )
+    trains = script("\n        ".join(calls), epochs=3).replace("torch.manual_seed(0)", f"{EXCHANGE}\ntorch.manual_seed(0)")
+    run = launch(trains, "-n", "2")
+    assert run.wait() == 0, run.stderr()
+    assert run.generations() == [[0, 1]] * 4
+    for name in ("gather", "mean", "broadcast"):
+        assert run.notes(name) == {"0": "1.0", "1": "1.0"}
+
+
 # -- newcomers ----------------------------------------------------------------------------------
 
 

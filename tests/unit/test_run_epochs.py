@@ -125,6 +125,18 @@ def test_the_state_holds_plain_values_and_names_others() -> None:
     run.close()
 
 
+def test_the_state_holds_copies() -> None:
+    """The script may go on changing what it assigned: the state must not change with it, on this worker alone."""
+    run, _, _ = made()
+    history, tensor = [[1]], torch.ones(2)
+    run.state["history"], run.state["tensor"], run.state["table"] = history, tensor, {"t": tensor}
+    history[0].append(2)
+    tensor.zero_()
+    assert run.state["history"] == [[1]]
+    assert run.state["tensor"].tolist() == run.state["table"]["t"].tolist() == [1, 1]
+    run.close()
+
+
 def test_the_state_changes_when_a_step_is_committed_and_not_in_every_lane() -> None:
     run, model, opt = made()
     for x, y in run.shard(data(16), global_batch=8):
@@ -242,6 +254,21 @@ def test_values_of_one_worker_are_copied() -> None:
     assert run.mean(torch.tensor([1, 2])).dtype is torch.float32
     assert run.broadcast("x") == "x"
     run.close()
+
+
+def test_results_between_loops_are_replayed_as_they_were_before_the_script_changed_them(tmp_path: Path) -> None:
+    """The first run records them, the second one replays them and saves them again, the third one replays what the second saved."""
+    read = []
+    for epochs in (1, 2, 3):
+        run, model, opt = made(checkpoint=tmp_path)
+        results = [run.gather({"a": torch.ones(1)})[0], {"a": run.mean(torch.ones(1))}, run.broadcast({"a": torch.ones(1)})]
+        read.append([float(result["a"]) for result in results])
+        for result in results:
+            result["a"].zero_()
+        for _ in run.epochs(epochs):
+            train(run, model, opt)
+        run.close()
+    assert read == [[1.0, 1.0, 1.0]] * 3
 
 
 def test_values_that_cannot_be_exchanged_are_named() -> None:
