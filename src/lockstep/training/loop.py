@@ -172,6 +172,8 @@ class TrainingLoop:
     def end_micro_batch(self) -> None:
         """Raises StepRestarted if the workers have changed and the shard must start the step again."""
         loop = self._current()
+        if not loop.committed:
+            self._commit.end_lane()
         if self._engine.state is EngineState.DISCARDED and not loop.committed:
             self._log.discard_step(self._progress.step + 1, phase=0)
             raise StepRestarted

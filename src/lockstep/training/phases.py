@@ -128,6 +128,7 @@ class Phases:
 
     def end_micro_batch(self) -> None:
         loop = self._current()
+        self._commit.end_lane()
         require_backward_returned(loop, self._progress.step, self._engine.state)
         weight = self._engine.weight_of(loop.lane)  # what was logged counts, also if there is no backward
         self._engine.end_lane()

@@ -205,7 +205,8 @@ class Run:
 
         It is saved in checkpoints, sent to replacement workers, and compared with the other replicas. A worker that replays the
         script finds in it what it held at that place. Change it between loops, or in a loop under ``if run.committed:``, on every
-        worker alike. Assigning a value that is not plain is a ``UsageError``.
+        worker alike, by assigning a value or in place (``run.state["history"].append(...)``). Assigning a value that is not plain
+        is a ``UsageError``, and so is a change in a lane whose step is not committed.
 
         Example:
             >>> run.state["best"] = max(run.state.get("best", 0.0), 0.93)

@@ -134,9 +134,10 @@ class RunParts:
             given.model, workers.comm, self.lanes, exact=given.exact, bucket_mb=given.bucket_mb, callbacks=callbacks
         )
         self._undo.append(self.engine.close)
+        self.user_state = UserState(lambda: progress.loop is None or progress.loop.may_meet)
         endpoint = self._endpoint
         ledger = Ledger(endpoint.ledger, endpoint.worker) if endpoint is not None and endpoint.ledger else None
-        self.commit = StepCommit(progress, self.engine, workers, self._journal, ledger, given.seed)
+        self.commit = StepCommit(progress, self.engine, workers, self._journal, self.user_state, ledger, given.seed)
         self.gate = StepGate(
             given.objects, self.engine.params, self.commit.may_step, self.commit.stepped, lambda: progress.is_in_phases
         )
@@ -148,7 +149,6 @@ class RunParts:
         self.consistency = Consistency(workers, self.engine, self.gate, self.device, self._settings)
         self.evaluations = Evaluations(given.model, self.engine, self.lanes, given.seed)
         self.log = LaneLog([given.on_log] if given.on_log is not None else [])
-        self.user_state = UserState(lambda: progress.loop is None or progress.loop.may_meet)
         self.state = RunState(given.model, self.engine, self.gate, progress, self.log, self.user_state, self._settings)
         self._build_checkpoints()
         self.recovery = Recovery(
