@@ -26,7 +26,8 @@ from lockstep.elastic.recovery import Recovery, RecoveryCallbacks
 from lockstep.elastic.worker_group import WorkerGroup, join_workers
 from lockstep.errors import PeerError
 from lockstep.gradients.control_word import STOP
-from lockstep.gradients.lane_engine import EngineCallbacks, EngineState, LaneEngine
+from lockstep.gradients.engine_state import EngineState
+from lockstep.gradients.lane_engine import EngineCallbacks, LaneEngine
 from lockstep.gradients.module import device_of, parameters_of
 from lockstep.observe.ledger import Ledger
 from lockstep.observe.log import LaneLog

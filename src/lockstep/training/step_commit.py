@@ -6,7 +6,8 @@ from lockstep.data.seeding import seed_everything
 from lockstep.elastic.collective_journal import CollectiveJournal
 from lockstep.elastic.worker_group import WorkerGroup
 from lockstep.errors import UsageError
-from lockstep.gradients.lane_engine import EngineState, LaneEngine
+from lockstep.gradients.engine_state import EngineState
+from lockstep.gradients.lane_engine import LaneEngine
 from lockstep.observe.ledger import Ledger
 from lockstep.plan.samples import PHASE, lane_seed
 from lockstep.training.progress import Progress
