@@ -400,7 +400,12 @@ class Channel:
             self._callbacks.on_closed(self, why)
 
     def _closed_before_proof(self) -> str:
-        return f"{self._where} closed the connection before it had proven the token: it may have another token, or too many clients"
+        if isinstance(self._handshake, ServerHandshake):
+            return f"{self._where} closed the connection before it had proven the token. It may have another token"
+        return (
+            f"{self._where} closed the connection before it had proven the token. It may use TLS (then pass --ca), "
+            "have another version of Lockstep, or too many clients at the moment"
+        )
 
     def _watch(self, events: int | None = None) -> None:
         if self._socket is None:

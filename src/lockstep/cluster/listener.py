@@ -1,7 +1,7 @@
 """Listener: accepts the connections of other machines and opens a Channel on each. Knows how many may be in their opening.
 
 Anyone who reaches the port can connect. Until a client has proven the token it costs the listener one descriptor and less than a
-kilobyte, for at most 5 s, and only so many clients are served at the same time.
+kilobyte, for at most 5 s (and at most 5 s before, if it has to wait for others), and the number of such clients is limited.
 """
 
 from __future__ import annotations
