@@ -226,6 +226,18 @@ def test_a_message_to_a_dead_peer_fails_later_and_once(network: Network) -> None
     assert not network.events
 
 
+def test_the_last_messages_of_a_peer_arrive_although_it_has_not_read_ours(network: Network) -> None:
+    """The kernel of a peer that closes with bytes unread resets the connection."""
+    client, server = network.open()
+    client.send({"type": "data", "text": "x" * 15_000_000})
+    for number in range(3):
+        server.send({"type": "ping", "number": number})
+    server.close()
+    for number in range(3):
+        assert network.next_event("the last messages") == ("client", {"type": "ping", "number": number})
+    assert network.next_event("the end")[1].endswith("has closed the connection")
+
+
 def test_last_messages_are_flushed(network: Network) -> None:
     client, server = network.open()
     client.send({"type": "data", "text": "x" * 15_000_000})
@@ -331,6 +343,33 @@ def test_a_host_that_does_not_answer_is_given_up(network: Network) -> None:
             assert not network.events
             client.on_time(1005.1)
             assert f"cannot connect to {address}: no answer within 5 s" in network.events.pop()[1]
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        (b"HTTP/1.1 400 Bad Request\r\n" + b"Header: x\r\n" * 10, "does not answer like a process of Lockstep"),
+        (b"", "has not proven the token within 5 s"),
+    ],
+    ids=["another protocol", "silence"],
+)
+def test_a_server_of_another_kind_is_named(network: Network, answer: bytes, expected: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = Address.from_socket(server.getsockname())
+        client = network.connect(target=address)
+        network.run_until(lambda: client.local_address, "the client is connected")
+        connection, _ = server.accept()
+        with connection:
+            connection.sendall(answer)
+            if answer:
+                network.run_until(lambda: network.events, "the client is told why")
+            else:
+                network.run_once(0.1)
+                client.on_time(start := time.monotonic())
+                client.on_time(start + 5.1)
+            assert f"the head at {address} {expected}" in network.events.pop()[1]
+            data = connection.recv(1000)
+            assert len(data) == OPENING_BYTES  # nothing else was sent
 
 
 def test_tls_that_does_not_fit_is_named(tmp_path: Path) -> None:
@@ -596,6 +635,7 @@ def test_ten_thousand_attacks_leave_nothing_behind(record_property: Callable[[st
             "median round trip", f"{calm_s:.6f} s before, {statistics.median(user.round_trips_s):.6f} s during the attacks"
         )
         assert slow_s > 5.0
+        assert 0 < after["refused"] < 500  # few of them are reported: nobody can fill the log of a head
         assert after["messages"].get("attack", 0) == 0
         assert after["messages"]["ping"] == 200 + len(user.round_trips_s) + attacker.valid_messages
         assert after["memory_kib"] - memory_kib < 2048

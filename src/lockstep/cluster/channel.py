@@ -231,15 +231,15 @@ class Channel:
 
     def _on_ready(self) -> None:
         try:
-            if self._failure is not None:
-                self._read_rest()
-                raise _ChannelError(self._failure)
             if self._state is _State.ENCRYPTING:
                 self._continue_tls()
             if self._state is _State.OPENING:
                 self._continue_opening()
             if self._state is _State.OPEN:
-                self._write()
+                self._write_or_fail_later()
+                if self._failure is not None:
+                    self._read_rest()
+                    raise _ChannelError(self._failure)
                 self._read()
         except _ChannelError as error:
             self._fail(str(error))

@@ -26,6 +26,9 @@ MAX_WAITING = 1024
 _BACKLOG = 4096
 """Connections that the kernel holds until they are accepted; it may hold fewer (net.core.somaxconn)."""
 _ACCEPTED_AT_ONCE = 64
+_MAX_REPORTS = 20
+_REPORTS_EVERY_S = 10.0
+"""``on_refused`` is called at most 20 times in 10 s: otherwise anyone could fill a log file."""
 
 
 @dataclass
@@ -65,7 +68,7 @@ class Listener:
             purposes: What a client may connect for, each with the messages that it may send.
             callbacks: Those of each channel that is opened. They do not see a client that does not prove the token.
             tls: If given, clients must use TLS.
-            on_refused: Called with the address of a client that did not prove the token, and the reason.
+            on_refused: Called with the address of a client that did not prove the token, and the reason; at most 20 times in 10 s.
             max_openings: How many clients may be in their opening at the same time.
             max_openings_of_one_host: How many of these from the same IP address.
             max_waiting: How many further clients wait for their opening. More are disconnected at once. If None: 1024, but no more
@@ -86,6 +89,7 @@ class Listener:
         self._waiting: dict[str, deque[_Waiting]] = {}
         """By host, in the order of arrival."""
         self._is_accepting = True
+        self._reports_left, self._reports_since = _MAX_REPORTS, 0.0
         self._socket = _listen(address)
         self.address = Address(address.host, self._socket.getsockname()[1])
         selector.register(self._socket, selectors.EVENT_READ, self._accept)
@@ -94,6 +98,8 @@ class Listener:
         """Called several times a second, with a clock that never goes back. Drops clients whose opening takes longer than 5 s."""
         if self._socket.fileno() < 0:
             return
+        if now - self._reports_since > _REPORTS_EVERY_S:
+            self._reports_left, self._reports_since = _MAX_REPORTS, now
         for channel in list(self._openings):
             channel.on_time(now)
         self._drop_waiting(now)
@@ -189,8 +195,7 @@ class Listener:
         if not self._end_opening(channel):
             self._callbacks.on_closed(channel, why)
             return
-        if self._on_refused is not None:
-            self._on_refused(channel.peer_address, why)
+        self._report_refused(channel.peer_address, why)
         self._start_waiting()
 
     def _refuse(self, connection: socket.socket, why: str) -> None:
@@ -199,7 +204,12 @@ class Listener:
         except OSError:
             address = None
         connection.close()
-        if address is not None and self._on_refused is not None:
+        if address is not None:
+            self._report_refused(address, why)
+
+    def _report_refused(self, address: Address, why: str) -> None:
+        if self._on_refused is not None and self._reports_left > 0:
+            self._reports_left -= 1
             self._on_refused(address, why)
 
 
