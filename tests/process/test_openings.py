@@ -434,14 +434,18 @@ def test_a_process_without_free_descriptors_accepts_later(network: Network) -> N
         assert full.value.errno == errno.EMFILE
         network.run_once(1.0)
         assert network.run_once() == 0  # the loop does not spin
+        client = network.connect()
+        assert not network.events
+        client.on_time(time.monotonic())
+        assert network.events.pop() == ("client", f"cannot connect to {network.listener.address}: Too many open files")
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         for descriptor in taken:
             os.close(descriptor)
     network.listener.on_time(time.monotonic())
     network.run_until(lambda: len(network.listener._openings) == 3, "the clients are accepted")
-    for client in clients:
-        client.close()
+    for each in clients:
+        each.close()
 
 
 # 10,000 attacks on a listener in a process of its own

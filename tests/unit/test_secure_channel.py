@@ -122,9 +122,9 @@ def test_both_sides_have_the_same_keys_and_no_two_connections_have() -> None:
 
 def test_the_messages_of_an_opening_have_fixed_lengths() -> None:
     client, server = ClientHandshake(TOKEN, "agent"), ServerHandshake(TOKEN, ("agent",))
-    assert len(client.opening) == server.needs
+    assert len(client.opening) == server.needs == 60  # as docs/internals/security.md says
     reply = server.receive(client.opening)
-    assert len(reply) == client.needs
+    assert len(reply) == client.needs == 76
     assert len(client.receive(reply)) == server.needs == 32
 
 
