@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.hosts import Hosts, missing
 from tests.launch import LaunchedRun
 from tests.launch import launch as start
 from tests.training_run import TrainingRun, undisturbed_result
@@ -39,6 +41,16 @@ def train(tmp_path: Path) -> Iterator[Callable[..., TrainingRun]]:
     yield train_here
     for run in started:
         run.stop()
+
+
+@pytest.fixture
+def hosts() -> Iterator[Callable[[int], Hosts]]:
+    """``hosts(3)``: three machines, each a network namespace. Everything on them ends with the test."""
+    reason = missing()
+    if reason is not None:
+        pytest.skip(reason)
+    with ExitStack() as stack:
+        yield lambda count: stack.enter_context(Hosts(count))
 
 
 @pytest.fixture(scope="session")

@@ -1,18 +1,19 @@
-"""Two hosts, simulated by network namespaces with a real link between them: the kernel counts the bytes that cross the link."""
+"""Several hosts (tests/hosts.py): what their links do, and what workers send over them, counted by the kernel."""
 
 from __future__ import annotations
 
-import os
-import shutil
+import errno
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-HOSTS = "aabbb"  # rank -> host: unequal numbers of workers
-ADDRESSES = {"a": "10.77.0.1", "b": "10.77.0.2"}
+from tests.hosts import Hosts, missing_sshd
+from tests.waiting import wait_until
+
+WORKERS = "aabbb"  # rank -> host: unequal numbers of workers
 BUCKET_BYTES = 8_000_000
 ROUNDS = 5
 
@@ -41,52 +42,106 @@ comm.barrier()
 comm.close()
 """
 
+TALK = """
+import socket, sys
 
-def namespaces_work() -> bool:
-    if os.geteuid() != 0 or shutil.which("ip") is None:
-        return False
-    made = subprocess.run(["ip", "netns", "add", "lockstep-probe"], capture_output=True, check=False).returncode == 0
-    subprocess.run(["ip", "netns", "del", "lockstep-probe"], capture_output=True, check=False)
-    return made
-
-
-@pytest.fixture
-def link() -> Iterator[dict[str, str]]:
-    if not namespaces_work():
-        pytest.skip("network namespaces need root and iproute2")
-    names = {host: f"lockstep-{os.getpid()}-{host}" for host in ADDRESSES}
-    try:
-        for name in names.values():
-            subprocess.run(["ip", "netns", "add", name], check=True)
-        pair = ["type", "veth", "peer", "name", "eth0", "netns", names["b"]]
-        subprocess.run(["ip", "link", "add", "eth0", "netns", names["a"], *pair], check=True)
-        for host, name in names.items():
-            subprocess.run(["ip", "-n", name, "addr", "add", f"{ADDRESSES[host]}/24", "dev", "eth0"], check=True)
-            for device in ("eth0", "lo"):
-                subprocess.run(["ip", "-n", name, "link", "set", device, "up"], check=True)
-        yield names
-    finally:
-        for name in names.values():
-            subprocess.run(["ip", "netns", "del", name], check=False)
+address, role = sys.argv[1], sys.argv[2]
+if role == "listen":
+    with socket.create_server((address, 5000)) as server:
+        print("listening", flush=True)
+        connection = server.accept()[0]
+        while data := connection.recv(1 << 20):
+            print(len(data), flush=True)
+else:
+    connection = socket.create_connection((address, 5000), timeout=10)
+    for line in sys.stdin:
+        try:
+            connection.sendall(b"x" * int(line))
+            socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b"x", (address, 5001))
+            print("sent", flush=True)
+        except OSError as error:
+            print(error.errno, flush=True)
+"""
 
 
-def test_between_two_hosts_each_sends_one_bucket_however_many_workers_it_has(link: dict[str, str], tmp_path: Path) -> None:
+def test_a_cut_link_loses_packets_or_gives_errors_and_is_restored(hosts: Callable[[int], Hosts]) -> None:
+    three = hosts(3)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
+    listener = three.run("b", [sys.executable, "-c", TALK, three.address("b"), "listen"], **pipes)
+    assert listener.stdout.readline() == "listening\n"
+    talker = three.run("a", [sys.executable, "-c", TALK, three.address("b"), "talk"], **pipes)
+
+    def talk() -> str:
+        talker.stdin.write("5\n")
+        return str(talker.stdout.readline()).strip()
+
+    assert (talk(), listener.stdout.readline()) == ("sent", "5\n")
+    sent = three.bytes_sent("a")
+    three.cut("b", silently=True)
+    assert talk() == "sent"
+    wait_until(lambda: three.bytes_sent("a") > sent, "the lost packet has left the host")
+    three.restore("b")
+    assert listener.stdout.readline() == "5\n"  # TCP has sent it again
+    three.cut("a")
+    assert talk() == str(errno.ENETUNREACH)
+    three.restore("a")
+    assert listener.stdout.readline() == "5\n"
+    assert (talk(), listener.stdout.readline()) == ("sent", "5\n")
+
+
+def test_a_link_can_be_made_slow(hosts: Callable[[int], Hosts]) -> None:
+    two = hosts(2)
+    two.limit("a", 8)
+    two.limit("a", None)
+    two.limit("b", 8)  # megabits per second: 1 MB takes 1 s, less what the limit lets through at once
+    script = """
+import socket, sys, time
+server = socket.create_server((sys.argv[1], 5000))
+print("listening", flush=True)
+connection, began, count = server.accept()[0], time.monotonic(), 0
+while data := connection.recv(1 << 20):
+    count += len(data)
+print(count, time.monotonic() - began)
+"""
+    listener = two.run("b", [sys.executable, "-c", script, two.address("b")], stdout=subprocess.PIPE, text=True)
+    assert listener.stdout.readline() == "listening\n"
+    send = f"import socket; socket.create_connection(({two.address('b')!r}, 5000)).sendall(bytes(1_000_000))"
+    assert two.run("a", [sys.executable, "-c", send]).wait(30) == 0
+    count, duration = listener.communicate(timeout=30)[0].split()
+    assert int(count) == 1_000_000
+    assert 0.5 < float(duration) < 10
+
+
+def test_ssh_between_hosts(hosts: Callable[[int], Hosts]) -> None:
+    if reason := missing_sshd():
+        pytest.skip(reason)
+    two = hosts(2)
+    two.sshd("b")
+    command = ["ssh", "-F", str(two.ssh_config), "b", "echo $LOCKSTEP_MACHINE; exec sleep 600"]
+    session = two.run("a", command, stdout=subprocess.PIPE, text=True)
+    assert session.stdout.readline() == "b\n"
+    assert len(two.pids("b")) >= 2  # sshd and what it has started
+    two.kill("b")
+    assert session.wait(30) == 255
+    assert two.pids("b") == []
+
+
+def test_between_two_hosts_each_sends_one_bucket_however_many_workers_it_has(hosts: Callable[[int], Hosts], tmp_path: Path) -> None:
+    two = hosts(2)
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     running = []
-    for rank, host in enumerate(HOSTS):
+    for rank, host in enumerate(WORKERS):
         world = {
             "LOCKSTEP_RANK": str(rank),
-            "LOCKSTEP_SIZE": str(len(HOSTS)),
-            "LOCKSTEP_LOCAL_RANK": str(HOSTS[:rank].count(host)),
-            "LOCKSTEP_LOCAL_SIZE": str(HOSTS.count(host)),
-            "LOCKSTEP_STORE": f"tcp://{ADDRESSES['a']}:29611",
-            "LOCKSTEP_MACHINE": host,
+            "LOCKSTEP_SIZE": str(len(WORKERS)),
+            "LOCKSTEP_LOCAL_RANK": str(WORKERS[:rank].count(host)),
+            "LOCKSTEP_LOCAL_SIZE": str(WORKERS.count(host)),
+            "LOCKSTEP_STORE": f"tcp://{two.address('a')}:29611",
             "GLOO_SOCKET_IFNAME": "eth0",
         }
-        command = ["ip", "netns", "exec", link[host], sys.executable, str(script)]
-        env = {**os.environ, **world}
-        running.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        running.append(two.run(host, [sys.executable, str(script)], world, **pipes))
     outputs = [process.communicate(timeout=90) for process in running]
     for process, (_, err) in zip(running, outputs, strict=True):
         assert process.returncode == 0, err[-1500:]

@@ -17,6 +17,7 @@ LEVEL = {
     "gradients": 3,
     "data": 3,
     "observe": 3,
+    "cluster": 3,
     "elastic": 4,
     "checkpoint": 4,
     "replicas": 4,
