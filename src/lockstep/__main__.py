@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import lockstep
 from lockstep.checkpoint import checkpoint_command
+from lockstep.engines import render_command
 from lockstep.errors import UsageError
 from lockstep.launcher import command_line
 from lockstep.launcher.arguments import Parser, open_standard_streams, write
@@ -32,6 +33,7 @@ def _parser() -> Parser:
     commands = parser.add_subparsers(metavar="COMMAND")
     command_line.add_parsers(commands)
     checkpoint_command.add_parser(commands)
+    render_command.add_parser(commands)
     return parser
 
 
