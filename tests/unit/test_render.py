@@ -11,7 +11,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.__main__ import main
+from lockstep.__main__ import _parser, main
 from lockstep.engines.kubernetes import KINDS
 from lockstep.engines.yaml_text import Noted, documents, plain
 
@@ -122,7 +122,10 @@ def test_what_is_in_it(kind: str, capfd: pytest.CaptureFixture[str]) -> None:
     command = container["command"]
     assert command[:4] == ["lockstep", "agent", "--head", f"{service['metadata']['name']}:29400"]
     assert command[-5:] == ["train.py", "--lr", "0.1", "--text", "it's $$(HOME)"]
-    assert head["template"]["spec"]["containers"][0]["command"][:4] == ["lockstep", "head", "--listen", "0.0.0.0:29400"]
+    begin = head["template"]["spec"]["containers"][0]["command"]
+    assert begin[:4] == ["lockstep", "head", "--listen", "0.0.0.0:29400"]
+    for words in (command, begin):  # the commands take these options
+        assert _parser().parse_args(words[1:]).grace == 300
 
 
 def test_a_secret_that_exists_and_a_file_that_others_cannot_read(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

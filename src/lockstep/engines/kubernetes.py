@@ -176,7 +176,16 @@ def _failure_policy() -> Noted:
 
 def _agent_command(run: KubernetesRun) -> list[str]:
     command = ["lockstep", "agent", "--head", f"{run.name}-head:{HEAD_PORT}", "--token-file", f"{_TOKEN_FOLDER}/token"]
-    command += ["-n", str(run.workers_per_pod), "--connect-timeout", str(_CONNECT_TIMEOUT_S), "--run-dir", f"{_RUN_FOLDER}/run"]
+    command += [
+        "-n",
+        str(run.workers_per_pod),
+        "--connect-timeout",
+        str(_CONNECT_TIMEOUT_S),
+        "--grace",
+        str(run.grace_s),
+        "--run-dir",
+        f"{_RUN_FOLDER}/run",
+    ]
     return [*command, *(word.replace("$(", "$$(") for word in run.entrypoint)]  # Kubernetes would replace $(NAME)
 
 
