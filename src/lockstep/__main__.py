@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import lockstep
 from lockstep.checkpoint import checkpoint_command
 from lockstep.cluster import command_line as cluster_command_line
+from lockstep.engines import render_command
 from lockstep.errors import UsageError
 from lockstep.launcher import command_line
 from lockstep.launcher.arguments import Parser, open_standard_streams, write
@@ -34,6 +35,7 @@ def _parser() -> Parser:
     command_line.add_parsers(commands)
     cluster_command_line.add_parsers(commands)
     checkpoint_command.add_parser(commands)
+    render_command.add_parser(commands)
     return parser
 
 
