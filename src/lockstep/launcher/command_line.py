@@ -62,7 +62,7 @@ def run(given: argparse.Namespace) -> int:
     from lockstep.launcher.zygote_start import InterpreterStart
     from lockstep.plan.membership_state import Policy
 
-    entrypoint = _entrypoint(given)
+    entrypoint = check_entrypoint(given)
     preload = [name for name in (given.preload or "").split(",") if name]
     for name in preload:
         _check_module(name, entrypoint.sys_path_0, "--preload")
@@ -98,8 +98,8 @@ def scale(given: argparse.Namespace) -> int:
     return 0 if answer["ok"] else 1
 
 
-def _entrypoint(given: argparse.Namespace) -> Entrypoint:
-    """What to run, which must exist."""
+def check_entrypoint(given: argparse.Namespace) -> Entrypoint:
+    """Returns what to run. Raises UsageError if it does not exist."""
     if given.module is not None:
         if not given.module:
             raise UsageError("-m needs the name of a module: `lockstep run -m package.module`.")
