@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import lockstep
 from lockstep.checkpoint import checkpoint_command
+from lockstep.cluster import command_line as cluster_command_line
 from lockstep.engines import command_line as engines_command_line
 from lockstep.errors import UsageError
 from lockstep.launcher import command_line
@@ -32,6 +33,7 @@ def _parser() -> Parser:
     parser.add_argument("--version", action="version", version=f"lockstep {lockstep.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND")
     command_line.add_parsers(commands)
+    cluster_command_line.add_parsers(commands)
     engines_command_line.add_options(commands.choices["run"])
     checkpoint_command.add_parser(commands)
     return parser

@@ -109,6 +109,10 @@ class AgentEndpoint:
     """The folder in which to record which samples were committed; empty: do not record."""
     is_debugged: bool = False
     """Whether a person may stop a worker in a debugger: `lockstep run --debug-rank`."""
+    local_size: int = 0
+    """How many workers this machine starts, if the run may have other machines; else 0."""
+    machine: str = ""
+    """Names the machine. Workers with equal names share memory. Empty: ``machine_name()``."""
 
 
 def agent_endpoint(environ: Mapping[str, str] | None = None) -> AgentEndpoint | None:
@@ -124,6 +128,8 @@ def agent_endpoint(environ: Mapping[str, str] | None = None) -> AgentEndpoint | 
         int(env.get("LOCKSTEP_START_SIZE", 0)),
         env.get("LOCKSTEP_LEDGER", ""),
         "LOCKSTEP_DEBUG_RANK" in env,
+        int(env.get("LOCKSTEP_LOCAL_SIZE", 0)) if "LOCKSTEP_ADDRESS" in env else 0,
+        env.get("LOCKSTEP_MACHINE", ""),
     )
 
 
@@ -160,6 +166,16 @@ def machine_name() -> str:
             return f"{boot.read().strip()}/{os.stat('/proc/self/ns/pid').st_ino}"
     except OSError:
         return socket.gethostname()
+
+
+def machine_label() -> str:
+    """Returns the name of this machine for people, and in the messages of agents: ``LOCKSTEP_MACHINE``, or the host name."""
+    return os.environ.get("LOCKSTEP_MACHINE") or socket.gethostname()
+
+
+def gloo_address() -> str:
+    """Returns the address on which this worker listens for workers of other machines; empty: no agent has chosen one."""
+    return os.environ.get("LOCKSTEP_ADDRESS", "")
 
 
 def gloo_interfaces() -> list[str]:

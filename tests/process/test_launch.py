@@ -235,7 +235,7 @@ def test_a_bad_argument_is_one_clear_sentence(tmp_path: Path, arguments: list[st
 
 
 def test_the_agent_needs_no_torch(tmp_path: Path) -> None:
-    code = "import sys, lockstep.__main__, lockstep.launcher.agent; assert not {'torch', 'numpy'} & set(sys.modules)"
+    code = "import sys, lockstep.__main__, lockstep.launcher.local_run; assert not {'torch', 'numpy'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=DEADLINE_S)
     done = subprocess.run([sys.executable, "-m", "lockstep", "--version"], capture_output=True, text=True, timeout=DEADLINE_S)
     assert re.fullmatch(r"lockstep \d+\.\d+\.\d+\n", done.stdout)

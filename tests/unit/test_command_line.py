@@ -10,7 +10,7 @@ import pytest
 
 from lockstep.__main__ import _parser
 from lockstep.errors import UsageError
-from lockstep.launcher.command_line import check_entrypoint
+from lockstep.launcher.command_line import read_entrypoint
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_what_follows_the_script_or_module_belongs_to_it(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
     given = _parser().parse_args(["run", *words])
-    found = check_entrypoint(given)
+    found = read_entrypoint(given)
     assert (found.script, found.module, found.args) == (script, module, args)
     assert found.sys_path_0 == str(tmp_path)
     assert given.n == (4 if any(word.startswith("-n") for word in words[:1]) else None)

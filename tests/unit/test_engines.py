@@ -10,7 +10,7 @@ import pytest
 from lockstep.__main__ import main
 from lockstep.engines.attached_agent import with_launch_address
 from lockstep.engines.hostlist import expand
-from lockstep.engines.reachability import listen_host, source_address, without_loopback
+from lockstep.engines.route import listen_host, source_address, without_loopback
 from lockstep.engines.slurm import allocation, srun_command, workers_per_node
 from lockstep.engines.ssh import Host, agent_start, parse_hosts
 from lockstep.errors import UsageError

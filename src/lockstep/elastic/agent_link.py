@@ -267,7 +267,17 @@ class AgentLink:
         options = self._options
         rank, size = generation.rank, generation.size
         name = f"agent:{generation.number}"
-        world = World(rank, size, rank, size, source="lockstep run", rendezvous=name, run_id=f"g{generation.number}")
+        local_size = min(self._endpoint.local_size or size, size)
+        world = World(
+            rank,
+            size,
+            rank % local_size,
+            local_size,
+            source="lockstep run",
+            rendezvous=name,
+            run_id=f"g{generation.number}",
+            machine=self._endpoint.machine,
+        )
         if size == 1:
             return open_comm(options.device, world=world, timeout_s=options.timeout_s, kind=options.kind)
         try:

@@ -8,12 +8,12 @@ import time
 from pathlib import Path
 
 from lockstep.errors import UsageError
-from lockstep.launcher.command_line import check_entrypoint
+from lockstep.launcher.command_line import read_entrypoint
 
 
 def script_words(given: argparse.Namespace) -> list[str]:
     """Returns the script or `-m module` with its arguments. Raises UsageError if there is no such script or module here."""
-    check_entrypoint(given)
+    read_entrypoint(given)
     if given.module is not None:
         return ["-m", *given.module, *given.script]
     return list(given.script[1:] if given.script[:1] == ["--"] else given.script)

@@ -21,7 +21,7 @@ from lockstep.engines.agent_options import agent_words, head_options, refuse_deb
 from lockstep.engines.engine_run import AgentStart, EngineRun
 from lockstep.engines.head_process import HeadProcess, bracketed
 from lockstep.engines.hostlist import expand
-from lockstep.engines.reachability import listen_host, source_address, without_loopback
+from lockstep.engines.route import listen_host, source_address, without_loopback
 from lockstep.errors import UsageError
 from lockstep.launcher.arguments import write
 

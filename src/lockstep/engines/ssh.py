@@ -21,7 +21,7 @@ from lockstep.cluster.token import new_token
 from lockstep.engines.agent_options import agent_words, head_options, refuse_debugger, run_folder, script_words
 from lockstep.engines.engine_run import AgentStart, EngineRun
 from lockstep.engines.head_process import HeadProcess, bracketed
-from lockstep.engines.reachability import listen_host, source_address, without_loopback
+from lockstep.engines.route import listen_host, source_address, without_loopback
 from lockstep.errors import UsageError
 
 LOCAL = ("localhost", "127.0.0.1", "::1")

@@ -48,25 +48,31 @@ def add_parsers(commands: Any) -> None:
     help = "give worker K this terminal, for breakpoint() and pdb; no worker is taken for hung"
     parser.add_argument("--debug-rank", type=whole_number(0), metavar="K", help=help)
     parser.add_argument("--ledger", action="store_true", help="record which sample was committed in which step")
-    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="run a module instead of a script, with its arguments")
-    parser.add_argument("script", nargs=argparse.REMAINDER, help="the script and its arguments")
+    add_script(parser)
     parser = commands.add_parser("scale", help="change the number of workers of a running run", allow_abbrev=False)
     parser.set_defaults(execute=scale)
     parser.add_argument("run_dir", metavar="RUN_DIR", help="the folder of the run")
     parser.add_argument("size", type=whole_number(1), metavar="N", help="how many workers it should have")
 
 
+def add_script(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that ``read_entrypoint`` reads."""
+    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="run a module instead of a script, with its arguments")
+    parser.add_argument("script", nargs=argparse.REMAINDER, help="the script and its arguments")
+
+
 def run(given: argparse.Namespace) -> int:
     """Run a script or a module on several workers. Returns the exit code of the script."""
-    from lockstep.launcher.agent import Agent, Settings
+    from lockstep.launcher.local_run import LocalRun
+    from lockstep.launcher.supervisor import Settings
     from lockstep.launcher.zygote_start import InterpreterStart
     from lockstep.plan.membership_state import Policy
 
-    entrypoint = check_entrypoint(given)
+    entrypoint = read_entrypoint(given)
     preload = [name for name in (given.preload or "").split(",") if name]
     for name in preload:
-        _check_module(name, entrypoint.sys_path_0, "--preload")
-    size = given.n if given.n is not None else _count_gpus(os.environ.get("CUDA_VISIBLE_DEVICES")) or 1
+        check_module(name, entrypoint.sys_path_0, "--preload")
+    size = given.n if given.n is not None else count_gpus(os.environ.get("CUDA_VISIBLE_DEVICES")) or 1
     if given.debug_rank is not None and given.debug_rank >= size:
         workers = f"{size} workers have the ranks 0 to {size - 1}" if size > 1 else "1 worker has rank 0"
         raise UsageError(f"--debug-rank {given.debug_rank}: {workers}. Name one of these ranks, or start more workers with -n.")
@@ -76,8 +82,8 @@ def run(given: argparse.Namespace) -> int:
         hang_timeout_s=given.hang_timeout if given.debug_rank is None else _DEBUG_HANG_TIMEOUT_S,
         max_restarts=given.max_restarts,
     )
-    settings = Settings(size, tuple(preload), given.grace, policy, given.ledger, given.debug_rank)
-    return Agent(settings, InterpreterStart(entrypoint, preload), RunFolder.create(given.run_dir, time.time())).run()
+    settings = Settings(size, given.grace, policy, given.ledger, given.debug_rank)
+    return LocalRun(settings, InterpreterStart(entrypoint, preload), RunFolder.create(given.run_dir, time.time())).run()
 
 
 def scale(given: argparse.Namespace) -> int:
@@ -98,12 +104,12 @@ def scale(given: argparse.Namespace) -> int:
     return 0 if answer["ok"] else 1
 
 
-def check_entrypoint(given: argparse.Namespace) -> Entrypoint:
-    """Returns what to run. Raises UsageError if it does not exist."""
+def read_entrypoint(given: argparse.Namespace) -> Entrypoint:
+    """What to run, which must exist."""
     if given.module is not None:
         if not given.module:
             raise UsageError("-m needs the name of a module: `lockstep run -m package.module`.")
-        _check_module(given.module[0], os.getcwd(), "-m")
+        check_module(given.module[0], os.getcwd(), "-m")
         return Entrypoint(None, given.module[0], (*given.module[1:], *given.script), os.getcwd())
     words = given.script[1:] if given.script[:1] == ["--"] else given.script
     if not words:
@@ -127,7 +133,7 @@ def _check_script(script: str) -> None:
         raise UsageError(f"the script {script} cannot be read by this user. Change its permissions.")
 
 
-def _check_module(name: str, sys_path_0: str, option: str) -> None:
+def check_module(name: str, sys_path_0: str, option: str) -> None:
     """The top-level package of ``name`` must exist. Nothing is imported."""
     top = name.partition(".")[0]
     before = list(sys.path)
@@ -143,7 +149,7 @@ def _check_module(name: str, sys_path_0: str, option: str) -> None:
         )
 
 
-def _count_gpus(visible: str | None) -> int:
+def count_gpus(visible: str | None) -> int:
     """How many GPUs workers may use, found without torch."""
     devices = len(glob.glob("/dev/nvidia[0-9]*"))
     if visible is None or devices == 0:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from lockstep.launcher.run_folder import RunFolder
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
-_NAMES = "WORKER RUN_DIR AGENT_FD RANK SIZE LOCAL_RANK LOCAL_SIZE STORE LEDGER HANG_TIMEOUT START_SIZE DEBUG_RANK"
+_NAMES = "WORKER RUN_DIR AGENT_FD RANK SIZE LOCAL_RANK LOCAL_SIZE STORE LEDGER HANG_TIMEOUT START_SIZE DEBUG_RANK ADDRESS"
 _RANK_NAMES = "RANK LOCAL_RANK GROUP_RANK ROLE_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_WORLD_SIZE ROLE_WORLD_SIZE ROLE_NAME"
 _TORCHELASTIC_NAMES = "RUN_ID RESTART_COUNT MAX_RESTARTS USE_AGENT_STORE ERROR_FILE"
 WORKER_VARIABLES = (
@@ -35,11 +35,28 @@ class RunSettings:
     size: int
     ledger: bool
     hang_timeout_s: float
-    master_port: int
     restarts: int
     """How often all workers have been started again."""
     max_restarts: int
     debug_rank: int | None
+    threads: int | None = None
+    """Of each worker; None: what the user has set, or an equal share of the cores."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The rank with which a worker is started, among ``size`` workers, ``local_size`` of them on its machine."""
+
+    rank: int
+    size: int
+    local_size: int
+    master_address: str
+    master_port: int
+    """Where a script without ``lockstep.Run`` finds the other workers; rank 0 serves it."""
+    machine_rank: int = 0
+    machines: int = 1
+    address: str = ""
+    """The address of this machine that others can reach; empty: there is only this machine."""
 
 
 def inherited_environment(environ: Mapping[str, str]) -> dict[str, str]:
@@ -62,33 +79,40 @@ def threads_per_worker(size: int, environ: Mapping[str, str]) -> int:
 
 
 def worker_environment(
-    id: int, local_rank: int, settings: RunSettings, run_folder: RunFolder, threads: int, environ: Mapping[str, str]
+    id: int,
+    local_rank: int,
+    place: Placement,
+    settings: RunSettings,
+    run_folder: RunFolder,
+    threads: int,
+    environ: Mapping[str, str],
 ) -> dict[str, str]:
     """Returns what is added to the user's variables.
 
     ``local_rank``: the number of the worker on this machine. A replacement has the number of the lost worker. In a
     ``lockstep.Run`` the agent tells each worker its rank; the variables hold the rank with which the worker was started.
     """
-    size = settings.size
     env = {name: str(threads) for name in THREAD_VARIABLES if name not in environ}
     env |= {"LOCKSTEP_WORKER": str(id), "LOCKSTEP_RUN_DIR": str(run_folder.path)}
-    env |= {"LOCKSTEP_HANG_TIMEOUT": f"{settings.hang_timeout_s:g}", "LOCKSTEP_START_SIZE": str(size)}
+    env |= {"LOCKSTEP_HANG_TIMEOUT": f"{settings.hang_timeout_s:g}", "LOCKSTEP_START_SIZE": str(settings.size)}
     if settings.ledger:
         env["LOCKSTEP_LEDGER"] = str(run_folder.ledger)
     if settings.debug_rank is not None:
         env["LOCKSTEP_DEBUG_RANK"] = str(settings.debug_rank)
-    size = max(size, local_rank + 1)  # the run was scaled up
-    env |= {"LOCKSTEP_RANK": str(local_rank), "LOCKSTEP_SIZE": str(size), "LOCKSTEP_STORE": f"file://{run_folder.store}"}
-    env |= {"LOCKSTEP_LOCAL_RANK": str(local_rank), "LOCKSTEP_LOCAL_SIZE": str(size)}
-    return env | _torchrun_environment(local_rank, size, settings, run_folder.path.name)
+    if place.address:
+        env["LOCKSTEP_ADDRESS"] = place.address
+    store = f"tcp://{place.master_address}:{place.master_port}" if place.machines > 1 else f"file://{run_folder.store}"
+    env |= {"LOCKSTEP_RANK": str(place.rank), "LOCKSTEP_SIZE": str(place.size), "LOCKSTEP_STORE": store}
+    env |= {"LOCKSTEP_LOCAL_RANK": str(local_rank), "LOCKSTEP_LOCAL_SIZE": str(place.local_size)}
+    return env | _torchrun_environment(local_rank, place, settings, run_folder.path.name)
 
 
-def _torchrun_environment(rank: int, size: int, settings: RunSettings, run_id: str) -> dict[str, str]:
-    """torchrun's variables, for one machine. ``RANK`` 0 serves ``MASTER_PORT`` itself, because the agent has no torch."""
-    env = {name: str(rank) for name in ("RANK", "LOCAL_RANK", "ROLE_RANK")}
-    env |= {name: str(size) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE")}
-    env |= {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "ROLE_NAME": "default"}
-    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(settings.master_port)}
+def _torchrun_environment(local_rank: int, place: Placement, settings: RunSettings, run_id: str) -> dict[str, str]:
+    """torchrun's variables. ``RANK`` 0 serves ``MASTER_PORT`` itself, because the agent has no torch."""
+    env = {name: str(place.rank) for name in ("RANK", "ROLE_RANK")} | {"LOCAL_RANK": str(local_rank)}
+    env |= {name: str(place.size) for name in ("WORLD_SIZE", "ROLE_WORLD_SIZE")} | {"LOCAL_WORLD_SIZE": str(place.local_size)}
+    env |= {"GROUP_RANK": str(place.machine_rank), "GROUP_WORLD_SIZE": str(place.machines), "ROLE_NAME": "default"}
+    env |= {"MASTER_ADDR": place.master_address, "MASTER_PORT": str(place.master_port)}
     env |= {"TORCHELASTIC_RUN_ID": run_id, "TORCHELASTIC_USE_AGENT_STORE": "False"}
     env |= {"TORCHELASTIC_RESTART_COUNT": str(settings.restarts), "TORCHELASTIC_MAX_RESTARTS": str(settings.max_restarts)}
     return env

@@ -28,9 +28,10 @@ from typing import Any, NoReturn
 
 from lockstep.errors import UsageError, WorkerError
 from lockstep.launcher import linux, zygote
-from lockstep.launcher.agent import Agent, Settings
 from lockstep.launcher.function_call import call_and_save, forget_parent, load_result, save_function
+from lockstep.launcher.local_run import LocalRun
 from lockstep.launcher.run_folder import RunFolder
+from lockstep.launcher.supervisor import Settings
 from lockstep.launcher.worker import Entrypoint
 from lockstep.launcher.zygote_start import ForkStart, InterpreterStart, ZygoteStart
 from lockstep.plan.membership_state import Policy
@@ -205,11 +206,11 @@ class _AgentProcess:
             for target, source in enumerate((nothing, self._ends["stdout"][1], self._ends["stderr"][1])):
                 os.dup2(source, target)
                 os.close(source)
-            agent = Agent(settings, start, run_folder)
-            code = agent.run()
-            cause = agent.cause
+            run = LocalRun(settings, start, run_folder)
+            code = run.run()
+            cause = run.cause
             facts = {"name": cause.name, "error": cause.error, "traceback": cause.traceback} if cause is not None else None
-            self._outcome.write_text(json.dumps({"code": code, "finished": agent.finished, "cause": facts}))
+            self._outcome.write_text(json.dumps({"code": code, "finished": run.finished, "cause": facts}))
         except BaseException:  # noqa: BLE001 - this process must not continue as the caller
             sys.__excepthook__(*sys.exc_info())  # type: ignore[arg-type]
         finally:

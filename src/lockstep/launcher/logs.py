@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
-from lockstep.launcher.console import Console
 from lockstep.launcher.run_folder import RunFolder
 
 _TAIL_BYTES = 4096
@@ -12,10 +12,10 @@ _TAIL_LINES = 12
 
 
 class Logs:
-    """If a file cannot be written (a full disk), output is lost, the console says so once, and training continues."""
+    """If a file cannot be written (a full disk), output is lost, a person is told once, and training continues."""
 
-    def __init__(self, run_folder: RunFolder, console: Console) -> None:
-        self._run_folder, self._console = run_folder, console
+    def __init__(self, run_folder: RunFolder, say: Callable[[str], None]) -> None:
+        self._run_folder, self._say = run_folder, say
         self._files: dict[int, int] = {}
         self._tails: dict[int, bytes] = {}
         self._error_shown = False
@@ -57,4 +57,4 @@ class Logs:
         if not self._error_shown:
             self._error_shown = True
             path = self._run_folder.log(worker)
-            self._console.say(f"{path} cannot be written ({error.strerror}). Output is lost until it can. Training continues.")
+            self._say(f"{path} cannot be written ({error.strerror}). Output is lost until it can. Training continues.")

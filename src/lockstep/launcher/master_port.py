@@ -11,16 +11,15 @@ import random
 import socket
 from pathlib import Path
 
-_ADDRESS = "127.0.0.1"
 _PORTS = range(20000, 32768)
 _ATTEMPTS = 200
 
 
 class MasterPort:
-    """``number`` is the port. ``close`` frees it."""
+    """``number`` is the port. ``close`` frees it. ``host``: "0.0.0.0" for any address of this machine."""
 
-    def __init__(self) -> None:
-        self._socket = _bind()
+    def __init__(self, host: str = "127.0.0.1") -> None:
+        self._socket = _bind(host)
         self.number: int = random.choice(_PORTS) if self._socket is None else self._socket.getsockname()[1]
 
     def close(self) -> None:
@@ -29,7 +28,7 @@ class MasterPort:
             self._socket.close()
 
 
-def _bind() -> socket.socket | None:
+def _bind(host: str) -> socket.socket | None:
     """A socket that is bound to a free port. If all ports that were tried are in use, the kernel picks one.
 
     Returns None on a machine without a network: scripts that need no port must run there.
@@ -39,7 +38,7 @@ def _bind() -> socket.socket | None:
     for port in [*random.sample(candidates, min(_ATTEMPTS, len(candidates))), 0]:
         bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         try:
-            bound.bind((_ADDRESS, port))  # without SO_REUSEADDR: it fails if another agent is bound to the port
+            bound.bind((host, port))  # without SO_REUSEADDR: it fails if another agent is bound to the port
         except OSError:
             bound.close()
             continue

@@ -91,6 +91,10 @@ class RunFolder:
         """All workers are gone. Workers that are started in their place must not meet the others in their store."""
         _unlink(self.store)
 
+    def remove_socket(self) -> None:
+        """Nobody answers at the socket any more."""
+        _unlink(self.socket_path)
+
     def close(self) -> None:
         for path in (self.socket_path, self.store, self.path / "agent.pid"):
             _unlink(path)  # if it cannot be removed, the lock still says that no run uses the folder any more

@@ -11,7 +11,7 @@ import signal
 from collections.abc import Callable, Collection
 
 from lockstep.launcher.console import Console
-from lockstep.launcher.worker_processes import WorkerProcesses
+from lockstep.launcher.local_machine import Machines
 from lockstep.plan.membership_events import End
 
 _EXIT_S = 0.5
@@ -21,8 +21,8 @@ _EXIT_S = 0.5
 class Shutdown:
     """``name`` returns the name of a worker for people."""
 
-    def __init__(self, workers: WorkerProcesses, console: Console, grace_s: float, name: Callable[[int], str]) -> None:
-        self._workers, self._console, self._grace_s, self._name = workers, console, grace_s, name
+    def __init__(self, machines: Machines, console: Console, grace_s: float, name: Callable[[int], str]) -> None:
+        self._machines, self._console, self._grace_s, self._name = machines, console, grace_s, name
         self.end: End | None = None
         self.signal: int | None = None
         self._term_at = self._kill_at = math.inf
@@ -39,8 +39,8 @@ class Shutdown:
     def on_end(self, end: End, now: float) -> None:
         """The run has ended: tell the workers that are left to exit."""
         self.end = end
-        for id in self._workers.ids:
-            self._workers.send(id, {"type": "dismiss", "why": end.why})
+        for id in self._machines.ids:
+            self._machines.send((id,), {"type": "dismiss", "why": end.why})
         if self.signal is None:
             self._term_at = now + _EXIT_S
 
@@ -50,28 +50,28 @@ class Shutdown:
             if number == signal.SIGINT:
                 self._kill_at = math.inf
                 self._console.say("killing all workers.")
-                self._workers.kill_all()
+                self._machines.kill_all()
             return
         self.signal = number
         self._term_at, self._kill_at = math.inf, now + self._grace_s
-        self._workers.cancel_unstarted()
+        self._machines.cancel_unstarted()
         again = " Press Ctrl-C again to kill them at once." if number == signal.SIGINT else ""
         self._console.say(f"got {signal.Signals(number).name}. The workers have {self._grace_s:g} s to stop.{again}")
-        for id in self._workers.ids:
+        for id in self._machines.ids:
             if number != signal.SIGINT:
                 is_member = id in members
-                self._workers.send(id, {"type": "stop"} if is_member else {"type": "dismiss", "why": "the run was told to end"})
-            self._workers.signal(id, signal.SIGTERM if number == signal.SIGHUP else number)
+                self._machines.send((id,), {"type": "stop"} if is_member else {"type": "dismiss", "why": "the run was told to end"})
+            self._machines.signal(id, signal.SIGTERM if number == signal.SIGHUP else number)
 
     def on_time(self, now: float) -> None:
         """Send SIGTERM or SIGKILL if it is time."""
         if now >= self._term_at:
             self._term_at, self._kill_at = math.inf, now + self._grace_s
-            self._workers.cancel_unstarted()
-            for id in self._workers.ids:
-                self._workers.signal(id, signal.SIGTERM)
+            self._machines.cancel_unstarted()
+            for id in self._machines.ids:
+                self._machines.signal(id, signal.SIGTERM)
         if now >= self._kill_at:
             self._kill_at = math.inf
-            names = ", ".join(self._name(id) for id in sorted(self._workers.ids))
+            names = ", ".join(self._name(id) for id in sorted(self._machines.ids))
             self._console.say(f"killing {names}, which did not stop within {self._grace_s:g} s.")
-            self._workers.kill_all()
+            self._machines.kill_all()

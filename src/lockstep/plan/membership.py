@@ -39,11 +39,14 @@ from lockstep.plan.membership_events import (
     Event,
     JoinRequested,
     LeaveRequested,
+    MachineJoined,
+    MachineLost,
     PeersLost,
     PostponeTimeouts,
     Prepare,
     RankRead,
     Ready,
+    Report,
     ScaleRequested,
     ScriptFinished,
     ScriptRaised,
@@ -67,9 +70,9 @@ def decide(state: State, event: Event, now: float) -> Decision:
     """Returns the state after ``event``, the actions that follow from it, and why. Events of removed workers change nothing."""
     if state.ended:
         return state, (), "the run has ended"
-    if not isinstance(event, (ScaleRequested, Tick)) and state.find(event.worker) is None:
+    if not isinstance(event, (ScaleRequested, MachineJoined, MachineLost, Tick)) and state.find(event.worker) is None:
         return state, (), f"worker {event.worker} is gone already"
-    if state.restarting and not isinstance(event, Died):
+    if state.restarting and not isinstance(event, (Died, MachineJoined, MachineLost)):
         return state, (), "all workers are being stopped"
     return _RULES[type(event)](state, event, now)
 
@@ -274,6 +277,29 @@ def _on_scale_request(state: State, event: ScaleRequested, now: float) -> Decisi
     return state, (*dismissals, *more), f"{target}: {leaving}"
 
 
+def _on_machine_joined(state: State, event: MachineJoined, now: float) -> Decision:
+    """As many workers more as it has room for. While all workers are being stopped, they are started with the others."""
+    why = f"machine {event.name} has joined with {count(event.workers)}"
+    if restarts_together(state) and not state.restarting:
+        return state, (Report(f"{why}, which are not used: the script does not use lockstep.Run"),), why
+    state = replace(state, size=state.size + event.workers)
+    if state.restarting:
+        return state, (Report(why),), why
+    state, start = spawn(state, event.workers, 0.0)
+    return state, (Report(why), start), why
+
+
+def _on_machine_lost(state: State, event: MachineLost, now: float) -> Decision:
+    """Its workers are not replaced, because there is no room for replacements."""
+    state = replace(state, size=max(1, state.size - event.room))
+    actions: tuple[Action, ...] = (Report(event.how),)
+    for id in event.workers:
+        if state.find(id) is not None and not state.ended:
+            state, more, _ = _on_death(state, Died(id, event.how), now)
+            actions += more
+    return state, actions, event.how
+
+
 _RULES: dict[type, Callable[[State, Any, float], Decision]] = {
     JoinRequested: _on_join_request,
     StageEntered: _on_stage,
@@ -287,6 +313,8 @@ _RULES: dict[type, Callable[[State, Any, float], Decision]] = {
     ScriptFinished: _on_script_finished,
     Died: _on_death,
     ScaleRequested: _on_scale_request,
+    MachineJoined: _on_machine_joined,
+    MachineLost: _on_machine_lost,
     RankRead: on_rank_read,
     Tick: on_tick,
 }

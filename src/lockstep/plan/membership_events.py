@@ -120,6 +120,23 @@ class ScaleRequested:
 
 
 @dataclass(frozen=True)
+class MachineJoined:
+    """A machine has come that has room for ``workers`` workers."""
+
+    name: str
+    workers: int
+
+
+@dataclass(frozen=True)
+class MachineLost:
+    """A machine with room for ``room`` workers is gone, and ``workers`` with it. ``how``: "machine b does not answer"."""
+
+    workers: tuple[int, ...]
+    room: int
+    how: str
+
+
+@dataclass(frozen=True)
 class RankRead:
     """The script of a worker has read its rank. ``needs_peers``: in order to connect to other workers."""
 
@@ -147,6 +164,8 @@ Event = (
     | ScriptFinished
     | Died
     | ScaleRequested
+    | MachineJoined
+    | MachineLost
     | RankRead
     | Tick
 )

@@ -78,11 +78,11 @@ def doing(state: State, worker: Worker) -> str:
 def note_commit(state: State, step: int) -> State:
     """``step`` steps have committed: the current members have taken part in the last one, if it is newer than their generation."""
     if step > state.formed_at_step:
-        for id in state.members:
-            worker = state.worker(id)
-            if worker.is_replacement and not worker.has_committed:
-                state = replace(state, failed_respawns=0)
-            state = state.update(id, has_committed=True)
+        new = [worker for worker in state.workers if not worker.has_committed and worker.id in state.members]
+        if any(worker.is_replacement for worker in new):
+            state = replace(state, failed_respawns=0)
+        if new:
+            state = state.update_all([worker.id for worker in new], has_committed=True)
     return replace(state, committed=max(step, state.committed))
 
 
@@ -142,8 +142,7 @@ def _form(state: State, members: Sequence[int], why: str) -> Decision:
     number = state.generation + 1
     text = f"{_changes(state, members)}, generation {number}"
     reports = (Report(text),) if number > 0 else ()
-    for id in members:
-        state = state.update(id, status=Status.MEMBER)
+    state = state.update_all(members, status=Status.MEMBER)
     state = replace(
         state,
         generation=number,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -152,4 +153,9 @@ class State:
 
     def update(self, id: int, **changes: Any) -> State:
         """Returns the state in which these fields of one worker have changed."""
-        return replace(self, workers=tuple(replace(each, **changes) if each.id == id else each for each in self.workers))
+        return self.update_all((id,), **changes)
+
+    def update_all(self, ids: Collection[int], **changes: Any) -> State:
+        """Returns the state in which these fields of several workers have changed."""
+        changed = frozenset(ids)
+        return replace(self, workers=tuple(replace(each, **changes) if each.id in changed else each for each in self.workers))

@@ -1,0 +1,448 @@
+"""Head: decides for the workers of many machines, whose agents connect to it. No torch, no threads, no worker of its own.
+
+A head begins with nothing. It gathers the agents that register, and then either starts the run or, if the agents belong to a run
+whose head was lost, continues it:
+
+    gathering --agents with room for --min-workers--> running
+    gathering --an agent of a run registers--> recovering --all members, or those that came in time--> running
+    running --too few members are left--> gathering (all connections are closed; the agents register again)
+
+How two heads that know the same agents exclude each other is in docs/internals/many_machines.md.
+"""
+
+from __future__ import annotations
+
+import base64
+import enum
+import secrets
+import signal
+import time
+from dataclasses import dataclass, replace
+
+import lockstep
+from lockstep.cluster import protocol
+from lockstep.cluster.address import Address
+from lockstep.cluster.channel import Channel, ChannelCallbacks
+from lockstep.cluster.listener import Listener
+from lockstep.cluster.machines import Machine, RemoteMachines
+from lockstep.cluster.messages import Message
+from lockstep.cluster.tls import ServerTls
+from lockstep.launcher.console import Console
+from lockstep.launcher.event_loop import STOP_SIGNALS, EventLoop
+from lockstep.launcher.nonblocking_output import NonblockingOutput
+from lockstep.launcher.run_folder import RunFolder
+from lockstep.launcher.supervisor import Settings, Supervisor
+from lockstep.plan import membership_events as events
+from lockstep.plan.membership_recovery import has_majority, missing_members, newest, recover
+
+_REJOIN_S = 5.0
+"""How long a new head waits for the other machines of a run, from the first one on."""
+_MAX_PROBES = 8
+"""A machine that joins tries to reach this many others, and they try to reach it."""
+_PROBE_TIMEOUT_S = 15.0
+_END_S = 5.0
+"""How long the agents may take to end when the run has ended."""
+_SAY_EVERY_S = 30.0
+_MAX_EARLY = 1 << 17
+
+
+class _Phase(enum.Enum):
+    GATHERING = enum.auto()
+    RECOVERING = enum.auto()
+    RUNNING = enum.auto()
+
+
+@dataclass(frozen=True)
+class HeadSettings:
+    """The options of `lockstep head`. ``run``: those that `lockstep run` has too; its ``size`` is not used."""
+
+    listen: Address
+    run: Settings
+    min_workers: int = 1
+    heartbeat_timeout_s: float = 2.0
+
+
+@dataclass
+class _Candidate:
+    """A machine that has registered and does not belong to the run yet: it is not known whether others can reach it."""
+
+    machine: Machine
+    waits_for: set[str]
+    """The machines whose answers to a probe are missing."""
+    since: float
+    failures: dict[str, str]
+
+
+class Head:
+    """Call ``run`` once, in the main thread."""
+
+    def __init__(self, settings: HeadSettings, token: bytes, tls: ServerTls | None, run_folder: RunFolder) -> None:
+        self._settings, self._run_folder = settings, run_folder
+        self._output = NonblockingOutput()
+        self._console = Console(self._output)
+        self._loop = EventLoop(self._on_signal)
+        self._machines = RemoteMachines()
+        self._candidates: list[_Candidate] = []
+        self._channels: dict[Channel, Machine | None] = {}
+        self._phase = _Phase.GATHERING
+        self._recovering_since: float | None = None
+        self._say_at = time.monotonic() + _SAY_EVERY_S
+        self._run_id = ""
+        self._is_only_head = True
+        self._supervisor: Supervisor | None = None
+        self._code: int | None = None
+        self._early: list[tuple[Machine, Message]] = []  # of agents, before the run continues
+        callbacks = ChannelCallbacks(self._on_open, self._on_message, self._on_closed)
+        self._listener = Listener(
+            settings.listen,
+            token,
+            self._loop.selector,
+            {"agent": protocol.FROM_AGENT},
+            callbacks,
+            tls=tls,
+            on_refused=lambda address, why: run_folder.record("refused", address=str(address), why=why),
+            max_openings=256,
+            max_openings_of_one_host=256,
+            max_waiting=1024,
+        )
+
+    @property
+    def address(self) -> Address:
+        return self._listener.address
+
+    def run(self) -> int:
+        """Block until the run is over; returns the exit code."""
+        path = self._run_folder.path / "head.address"
+        temporary = path.with_suffix(".new")
+        temporary.write_text(f"{self.address}\n")
+        temporary.rename(path)
+        self._console.say(
+            f"this head listens on {self.address} and waits for agents with room for {self._settings.min_workers} workers. "
+            f"Its files are in {self._run_folder.path}."
+        )
+        with self._loop:
+            try:
+                while self._code is None:
+                    next_at = self._supervisor.next_at if self._supervisor is not None else float("inf")
+                    self._loop.run_once(next_at)
+                    self._on_time(time.monotonic())
+                self._tell_end(self._code)
+                return self._code
+            finally:
+                self._listener.close()
+                for channel in list(self._channels):
+                    channel.close()
+                if self._supervisor is not None:
+                    self._supervisor.close()
+                self._console.close()
+                path.unlink(missing_ok=True)
+                self._run_folder.close()
+
+    # -- time ----------------------------------------------------------------------------------------
+
+    def _on_time(self, now: float) -> None:
+        self._output.flush()
+        self._machines.now = now
+        self._listener.on_time(now)
+        own_now = self._loop.clock.now()
+        timeout_s = self._settings.heartbeat_timeout_s
+        for machine in [machine for machine in self._channels.values() if machine is not None]:
+            if now - machine.sent_at > timeout_s / protocol.HEARTBEATS:
+                machine.send({"type": "heartbeat"}, now)
+            if own_now - machine.heard_at > timeout_s:
+                machine.channel.close()
+                self._on_closed(machine.channel, f"machine {machine.name} has not answered for {timeout_s:g} s")
+        for candidate in list(self._candidates):
+            if now - candidate.since > _PROBE_TIMEOUT_S:
+                for name in candidate.waits_for:
+                    candidate.failures[name] = "no answer to the question whether it can be reached"
+                candidate.waits_for.clear()
+                self._admit_if_reachable(candidate)
+        if self._phase is _Phase.RECOVERING:
+            self._recover_if_possible(now)
+        if self._phase is not _Phase.RUNNING and now >= self._say_at:
+            self._say_at = now + _SAY_EVERY_S
+            self._say_what_is_missing()
+        if self._supervisor is not None:
+            self._supervisor.on_time(now)
+            if self._supervisor.is_over:
+                self._code = self._supervisor.end()
+
+    def _say_what_is_missing(self) -> None:
+        if self._phase is _Phase.GATHERING:
+            machines = f"{len(self._machines)} machines with room for {self._machines.room} workers have registered"
+            self._console.say(f"waiting for agents: {machines}, and --min-workers is {self._settings.min_workers}.")
+        else:
+            missing = missing_members([machine.given.report for machine in self._machines])
+            self._console.say(f"waiting for the machines of workers {', '.join(map(str, missing))}, to continue the run.")
+
+    # -- machines that come ----------------------------------------------------------------------------
+
+    def _on_open(self, channel: Channel) -> None:
+        self._channels[channel] = None
+
+    def _register(self, channel: Channel, message: Message) -> None:
+        try:
+            given = protocol.registration_of(message)
+        except (TypeError, ValueError) as error:
+            self._refuse(channel, f"its registration makes no sense ({error})")
+            return
+        if message["version"] != protocol.VERSION or message["lockstep"] != lockstep.__version__:
+            mine = f"this head has Lockstep {lockstep.__version__} (protocol {protocol.VERSION})"
+            self._refuse(
+                channel,
+                f"machine {given.machine} has Lockstep {message['lockstep']} (protocol {message['version']}), and {mine}. "
+                "Install the same version on all machines.",
+            )
+            return
+        names = {machine.name for machine in self._machines} | {each.machine.name for each in self._candidates}
+        if given.machine in names:
+            number = next(n for n in range(2, len(names) + 3) if f"{given.machine}-{n}" not in names)
+            given = replace(given, machine=f"{given.machine}-{number}")
+        if self._run_id and given.run_id and given.run_id != self._run_id:
+            self._refuse(
+                channel, f"machine {given.machine} belongs to another run. Stop its agent, and start it again for this run."
+            )
+            return
+        now = time.monotonic()
+        machine = self._channels[channel] = Machine(given, channel, self._loop.clock.now(), now)
+        self._is_only_head = self._is_only_head and given.heads == 1
+        self._run_id = self._run_id or given.run_id or secrets.token_hex(8)
+        self._run_folder.record("registered", machine=given.machine, host=str(channel.peer_address), room=given.room)
+        machine.send(
+            {
+                "type": "registered",
+                "run_id": self._run_id,
+                "heartbeat_timeout_s": self._settings.heartbeat_timeout_s,
+                "hang_timeout_s": self._settings.run.policy.hang_timeout_s,
+                "send_kept": bool(given.kept) and self._phase is not _Phase.RUNNING,
+            },
+            now,
+        )
+        self._probe(machine, now)
+
+    def _refuse(self, channel: Channel, why: str) -> None:
+        self._console.say(f"an agent at {channel.peer_address} was refused: {why}")
+        channel.send({"type": "refused", "why": f"the head has refused this agent: {why}"})
+        channel.flush(0.5)
+        channel.close()
+        self._channels.pop(channel, None)
+
+    def _probe(self, machine: Machine, now: float) -> None:
+        """Ask the machine whether it reaches some others, and these whether they reach it. Not within one address."""
+        others = [other for other in self._machines if other.given.address != machine.given.address][-_MAX_PROBES:]
+        candidate = _Candidate(machine, {other.name for other in others} | ({machine.name} if others else set()), now, {})
+        self._candidates.append(candidate)
+        for other in others:
+            other.send({"type": "probe", "machines": {machine.name: _probe_address(machine)}}, now)
+        if others:
+            machine.send({"type": "probe", "machines": {other.name: _probe_address(other) for other in others}}, now)
+        self._admit_if_reachable(candidate)
+
+    def _on_probed(self, machine: Machine, message: Message) -> None:
+        for candidate in list(self._candidates):
+            if candidate.machine is machine:
+                for name, why in message["unreachable"].items():
+                    candidate.failures[name] = f"machine {machine.name} cannot reach machine {name}: {why}"
+                candidate.waits_for.discard(machine.name)
+            elif candidate.machine.name in message["unreachable"]:
+                why = message["unreachable"][candidate.machine.name]
+                candidate.failures[machine.name] = f"machine {machine.name} cannot reach machine {candidate.machine.name}: {why}"
+                candidate.waits_for.discard(machine.name)
+            elif candidate.machine.name in message["reached"]:
+                candidate.waits_for.discard(machine.name)
+            self._admit_if_reachable(candidate)
+
+    def _admit_if_reachable(self, candidate: _Candidate) -> None:
+        if candidate.waits_for or candidate not in self._candidates:
+            return
+        self._candidates.remove(candidate)
+        if candidate.failures:
+            why = ". ".join(candidate.failures.values())
+            self._refuse(candidate.machine.channel, f"{why}. Open these ports between the machines, or name --interface.")
+        else:
+            self._admit(candidate.machine)
+
+    def _admit(self, machine: Machine) -> None:
+        self._machines.add(machine)
+        report = machine.given.report
+        if self._phase is _Phase.RUNNING:
+            assert self._supervisor is not None
+            if report.workers:
+                machine.send({"type": "drop", "workers": [worker.id for worker in report.workers]}, time.monotonic())
+            if machine.given.room:
+                self._supervisor.decide(events.MachineJoined(machine.name, machine.given.room))
+            return
+        if machine.given.run_id and (report.workers or report.generation >= 0):
+            self._phase = _Phase.RECOVERING
+            self._recovering_since = self._recovering_since or time.monotonic()
+            return
+        is_first_head = machine.given.head_index == 0
+        if self._phase is _Phase.GATHERING and self._machines.room >= self._settings.min_workers and is_first_head:
+            self._start()
+
+    # -- the run -----------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        self._phase = _Phase.RUNNING
+        names = ", ".join(f"{machine.name} ({machine.given.room})" for machine in self._machines)
+        self._console.say(f"starting {self._machines.room} workers on {names}.")
+        self._early.clear()
+        self._make_supervisor().start()
+
+    def _make_supervisor(self) -> Supervisor:
+        settings = replace(self._settings.run, size=self._machines.room, threads=self._machines.threads)
+        self._supervisor = Supervisor(
+            settings, self._machines, self._run_folder, self._console, self._loop.selector, self._loop.clock.now
+        )
+        return self._supervisor
+
+    def _recover_if_possible(self, now: float) -> None:
+        """Continue the run with the machines that have registered, if all have, or if the others have had their time."""
+        reports = [machine.given.report for machine in self._machines]
+        if not reports:
+            return
+        assert self._recovering_since is not None
+        missing = missing_members(reports)
+        if missing and now - self._recovering_since < _REJOIN_S:
+            return
+        members = newest(reports).members
+        if members and not self._may_continue(members, [id for id in members if id not in missing]):
+            return
+        self._phase, self._recovering_since = _Phase.RUNNING, None
+        decision, dropped = recover(self._settings.run.policy, reports, self._loop.clock.now())
+        kept = {worker.id for worker in decision[0].workers}
+        for machine in self._machines:
+            mine = [worker.id for worker in machine.given.report.workers]
+            stale = [id for id in mine if id in dropped]
+            if stale:
+                machine.send({"type": "drop", "workers": stale}, now)
+            self._machines.adopt(machine, [id for id in mine if id in kept])
+        self._console.say(f"continuing a run with {len(kept)} workers on {len(self._machines)} machines.")
+        supervisor = self._make_supervisor()
+        supervisor.resume(decision)
+        early, self._early = self._early, []
+        for machine, message in early:
+            self._on_worker_message(supervisor, machine, message)
+
+    def _may_continue(self, members: tuple[int, ...], present: list[int]) -> bool:
+        """Whether no other head can continue the run at the same time: agents know no other, or most members are here."""
+        return bool(present) and (self._is_only_head or has_majority(members, present))
+
+    # -- machines that go ----------------------------------------------------------------------------------
+
+    def _on_closed(self, channel: Channel, why: str) -> None:
+        machine = self._channels.pop(channel, None)
+        if machine is None:
+            return
+        self._candidates = [each for each in self._candidates if each.machine is not machine]
+        if machine not in list(self._machines):
+            return
+        self._run_folder.record("machine lost", machine=machine.name, why=why)
+        workers = self._machines.remove(machine)
+        if self._phase is not _Phase.RUNNING or self._code is not None:
+            return
+        assert self._supervisor is not None
+        state = self._supervisor.state
+        left = [id for id in state.members if id not in workers]
+        if state.generation >= 0 and not state.ended and not self._may_continue(state.formed, left) and not self._is_ending:
+            self._lose_run(f"machine {machine.name} is lost ({why})")
+            return
+        room = 0 if machine.is_leaving else machine.given.room
+        how = f"machine {machine.name} is lost: {why}" if workers or room else f"machine {machine.name} has left the run"
+        self._supervisor.decide(events.MachineLost(workers, room, how))
+
+    @property
+    def _is_ending(self) -> bool:
+        return self._supervisor is not None and self._supervisor.is_ending
+
+    def _lose_run(self, why: str) -> None:
+        """Too few members are left to continue. Their machines may come back, to this head or to another one."""
+        self._console.say(f"{why}, and too few members of the run are left. Waiting for their machines to register again.")
+        assert self._supervisor is not None
+        self._supervisor.close()
+        self._supervisor = None
+        self._phase, self._recovering_since = _Phase.GATHERING, None
+        self._machines = RemoteMachines()
+        for channel in list(self._channels):
+            channel.close()
+        self._channels.clear()
+        self._candidates.clear()
+        self._early.clear()
+
+    def _leave(self, machine: Machine, why: str) -> None:
+        if not machine.is_leaving:
+            machine.is_leaving = True
+            if self._supervisor is not None:
+                self._supervisor.decide(
+                    events.MachineLost((), machine.given.room, f"machine {machine.name} leaves the run ({why})")
+                )
+
+    # -- messages --------------------------------------------------------------------------------------------
+
+    def _on_message(self, channel: Channel, message: Message) -> None:
+        machine = self._channels.get(channel)
+        if message["type"] == "register":
+            if machine is None:
+                self._register(channel, message)
+            return
+        if machine is None:
+            return
+        machine.heard_at = self._loop.clock.now()
+        if message["type"] == "probed":
+            self._on_probed(machine, message)
+        elif message["type"] == "leaving":
+            self._leave(machine, message["why"])
+        elif self._supervisor is not None:
+            self._on_worker_message(self._supervisor, machine, message)
+        elif message["type"] != "heartbeat" and len(self._early) < _MAX_EARLY:
+            self._early.append((machine, message))
+
+    def _on_worker_message(self, supervisor: Supervisor, machine: Machine, message: Message) -> None:
+        kind = message["type"]
+        worker = message.get("worker", -1)
+        if kind == "kept":
+            supervisor.on_kept(message["packet"])
+        elif kind == "notice":
+            self._console.say(message["text"])
+        elif kind == "idle":
+            self._machines.note_idle(message["idle_s"])
+        elif kind == "not started":
+            mine = [id for id in message["workers"] if self._machines.has(machine, id)]
+            for id in mine:
+                self._machines.gone(id)
+            supervisor.on_not_started(mine, message["why"], is_fatal=message["is_fatal"] and len(self._machines) == 1)
+        elif not self._machines.has(machine, worker):
+            return  # the run has gone on without this worker
+        elif kind == "packet":
+            supervisor.on_packet(worker, message["packet"])
+        elif kind == "started":
+            self._machines.started(machine, worker, message["pid"])
+        elif kind == "output":
+            supervisor.on_output(worker, message["stream"], base64.b64decode(message["data"]))
+        elif kind == "exited":
+            self._machines.gone(worker)
+            supervisor.on_exit(worker, message["pid"], message["status"], message["last_lines"])
+
+    # -- the end -----------------------------------------------------------------------------------------------
+
+    def _on_signal(self, number: int) -> None:
+        if number not in STOP_SIGNALS:
+            return
+        if self._supervisor is not None:
+            self._supervisor.on_signal(number)
+        else:
+            self._console.say(f"got {signal.Signals(number).name} before training.")
+            self._code = 128 + number
+
+    def _tell_end(self, code: int) -> None:
+        """Tell all agents that the run is over, and wait until they have closed their connections."""
+        for machine in [machine for machine in self._channels.values() if machine is not None]:
+            machine.send({"type": "end", "code": code, "why": "the run is over"}, time.monotonic())
+        deadline = time.monotonic() + _END_S
+        while self._channels and time.monotonic() < deadline:
+            self._loop.run_once(deadline)
+
+
+def _probe_address(machine: Machine) -> str:
+    return str(Address(machine.given.address, machine.given.probe_port))

@@ -1,0 +1,216 @@
+"""RemoteMachines: the machines of a run as its head sees them: who has room for which worker, and a connection to each agent.
+
+Sends what the supervisor asks for to the right agents. Decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from lockstep.cluster.channel import Channel
+from lockstep.cluster.messages import Message
+from lockstep.cluster.protocol import Registration, spawn_message
+from lockstep.errors import InvariantError
+from lockstep.launcher.environment import Placement, RunSettings
+from lockstep.launcher.packets import Packet
+
+
+@dataclass
+class Machine:
+    """A machine whose agent is connected. ``workers``: worker -> its place among the ``room`` of this machine."""
+
+    given: Registration
+    channel: Channel
+    heard_at: float
+    sent_at: float
+    workers: dict[int, int] = field(default_factory=dict)
+    pids: dict[int, int] = field(default_factory=dict)
+    is_leaving: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.given.machine
+
+    @property
+    def free(self) -> list[int]:
+        """The places that no worker has."""
+        return [] if self.is_leaving else [place for place in range(self.given.room) if place not in self.workers.values()]
+
+    def send(self, message: Message, now: float) -> None:
+        self.channel.send(message)
+        self.sent_at = now
+
+
+class RemoteMachines:
+    def __init__(self) -> None:
+        self._machines: list[Machine] = []
+        self._of: dict[int, Machine] = {}
+        self._was_on: dict[int, Machine] = {}
+        self._idle_s: dict[int, float] = {}
+        self._starts = 0
+        self.now = 0.0
+        """When messages are sent. The head sets it in every iteration of its loop."""
+
+    # -- which machines there are --------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Machine]:
+        return iter(list(self._machines))
+
+    def __len__(self) -> int:
+        return len(self._machines)
+
+    @property
+    def room(self) -> int:
+        """How many workers all machines start."""
+        return sum(0 if machine.is_leaving else machine.given.room for machine in self._machines)
+
+    @property
+    def threads(self) -> int:
+        """How many threads each worker has: the same on all machines, because the bits of a result may depend on it."""
+        return min((machine.given.threads for machine in self._machines), default=1)
+
+    def add(self, machine: Machine) -> None:
+        self._machines.append(machine)
+
+    def adopt(self, machine: Machine, workers: Iterable[int]) -> None:
+        """These workers run on the machine already."""
+        for place, id in enumerate(workers):
+            machine.workers[id] = place
+            self._of[id] = self._was_on[id] = machine
+        machine.pids = {each.id: each.pid for each in machine.given.report.workers if each.pid is not None}
+
+    def remove(self, machine: Machine) -> tuple[int, ...]:
+        """The machine is gone. Returns its workers."""
+        self._machines.remove(machine)
+        for id in machine.workers:
+            self._of.pop(id, None)
+        return tuple(machine.workers)
+
+    def started(self, machine: Machine, worker: int, pid: int) -> None:
+        machine.pids[worker] = pid
+
+    def gone(self, worker: int) -> None:
+        """The process of the worker is gone."""
+        machine = self._of.pop(worker, None)
+        if machine is not None:
+            machine.workers.pop(worker, None)
+            machine.pids.pop(worker, None)
+
+    def has(self, machine: Machine, worker: int) -> bool:
+        """Whether the worker runs on this machine."""
+        return self._of.get(worker) is machine
+
+    def note_idle(self, idle_s: dict[str, float]) -> None:
+        self._idle_s.update({int(id): idle for id, idle in idle_s.items()})
+
+    # -- what the supervisor asks for (launcher/local_machine.py: Machines) ------------------------------
+
+    holds_terminal = False
+
+    @property
+    def ids(self) -> list[int]:
+        return list(self._of)
+
+    def pid(self, id: int) -> int | None:
+        machine = self._of.get(id)
+        return None if machine is None else machine.pids.get(id)
+
+    def host(self, id: int) -> str:
+        return self._was_on[id].name
+
+    def log(self, id: int) -> str:
+        return f"{self._was_on[id].name}:{self._was_on[id].given.folder}/workers/{id}/log.txt"
+
+    def stack(self, id: int) -> str:
+        return f"{self._was_on[id].name}:{self._was_on[id].given.folder}/workers/{id}/stack.txt"
+
+    def spawn(self, ids: Sequence[int], settings: RunSettings) -> dict[int, int]:
+        """Each worker gets the first free place. Its rank is the number of that place among those of all machines."""
+        first, ranks = 0, dict[int, int]()
+        waiting = list(ids)
+        placed: list[tuple[Machine, dict[int, int]]] = []
+        for machine in self._machines:
+            mine = dict(zip(waiting, machine.free, strict=False))
+            waiting = waiting[len(mine) :]
+            for id, place in mine.items():
+                machine.workers[id] = place
+                self._of[id] = self._was_on[id] = machine
+                ranks[id] = first + place
+            placed.append((machine, mine))
+            first += machine.given.room
+        if waiting:
+            raise InvariantError(f"there is no room for workers {waiting}")
+        master = self._machines[0].given
+        port = master.master_ports[self._starts % len(master.master_ports)] if master.master_ports else 0
+        for number, (machine, mine) in enumerate(placed):
+            if mine:
+                room, address = machine.given.room, machine.given.address
+                places = {
+                    id: Placement(
+                        ranks[id],
+                        max(settings.size, ranks[id] + 1),
+                        room,
+                        master.address,
+                        port,
+                        number,
+                        len(self._machines),
+                        address,
+                    )
+                    for id in mine
+                }
+                machine.send(spawn_message(settings, places), self.now)
+        return ranks
+
+    def send(self, ids: Sequence[int], packet: Packet) -> None:
+        """One message per machine, however many of its workers get the packet."""
+        workers: dict[Channel, tuple[Machine, list[int]]] = {}
+        for id in ids:
+            on = self._of.get(id)
+            if on is not None:
+                workers.setdefault(on.channel, (on, []))[1].append(id)
+        for machine, mine in workers.values():
+            machine.send({"type": "send", "workers": mine, "packet": packet}, self.now)
+
+    def signal(self, id: int, number: int) -> None:
+        self._tell(id, {"type": "signal", "worker": id, "number": number})
+
+    def kill_hung(self, id: int) -> None:
+        self._tell(id, {"type": "kill hung", "worker": id})
+
+    def stop(self, id: int, grace_s: float) -> None:
+        self._tell(id, {"type": "stop", "worker": id, "grace_s": grace_s})
+
+    def reap(self) -> None:
+        """An agent tells when a process has ended."""
+
+    def idle_s(self, now: float) -> dict[int, float]:
+        """As the agents measured it when they were last asked. Asks them again."""
+        self._tell_all({"type": "watch idle"})
+        idle_s, self._idle_s = self._idle_s, {}
+        return {id: idle for id, idle in idle_s.items() if id in self._of}
+
+    def cancel_unstarted(self) -> None:
+        self._tell_all({"type": "cancel unstarted"})
+        for machine in self._machines:
+            for id in [id for id in machine.workers if id not in machine.pids]:
+                self.gone(id)
+
+    def kill_all(self) -> None:
+        self._tell_all({"type": "kill all"})
+
+    def forget_workers(self) -> None:
+        self._starts += 1
+        self._tell_all({"type": "forget workers"})
+
+    def keep(self, packet: Packet) -> None:
+        self._tell_all({"type": "keep", "packet": packet})
+
+    def _tell(self, id: int, message: Message) -> None:
+        machine = self._of.get(id)
+        if machine is not None:
+            machine.send(message, self.now)
+
+    def _tell_all(self, message: Message) -> None:
+        for machine in self._machines:
+            machine.send(message, self.now)
