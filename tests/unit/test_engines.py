@@ -97,10 +97,10 @@ def test_srun_starts_one_task_per_node_and_loses_no_task_with_another() -> None:
 
 
 def test_the_address_that_ssh_or_srun_came_from_is_an_address_of_the_head() -> None:
-    assert with_launch_address("10.0.0.1:5", {}) == "10.0.0.1:5"
-    assert with_launch_address("10.0.0.1:5", {"SSH_CONNECTION": "10.0.0.1 50 10.0.0.2 22"}) == "10.0.0.1:5"
-    assert with_launch_address("10.0.0.1:5", {"SSH_CONNECTION": "fe80::1 50 fe80::2 22"}) == "10.0.0.1:5,[fe80::1]:5"
-    assert with_launch_address("10.0.0.1:5", {"SLURM_LAUNCH_NODE_IPADDR": "10.9.0.1"}) == "10.0.0.1:5,10.9.0.1:5"
+    assert with_launch_address("10.0.0.1:5", {}) == ["10.0.0.1:5"]
+    assert with_launch_address("10.0.0.1:5", {"SSH_CONNECTION": "10.0.0.1 50 10.0.0.2 22"}) == ["10.0.0.1:5"]
+    assert with_launch_address("10.0.0.1:5", {"SSH_CONNECTION": "fe80::1 50 fe80::2 22"}) == ["10.0.0.1:5", "[fe80::1]:5"]
+    assert with_launch_address("10.0.0.1:5", {"SLURM_LAUNCH_NODE_IPADDR": "10.9.0.1"}) == ["10.0.0.1:5", "10.9.0.1:5"]
 
 
 def test_the_head_listens_where_it_is_reached() -> None:

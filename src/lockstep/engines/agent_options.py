@@ -37,10 +37,14 @@ def run_folder(given: argparse.Namespace) -> Path:
 def head_options(given: argparse.Namespace, workers: int) -> list[str]:
     """Options of the head besides its address, its token and its folder. ``workers``: how many there must be to begin."""
     options = ["--min-workers", str(workers), "--hang-timeout", f"{given.hang_timeout:g}", "--grace", f"{given.grace:g}"]
-    options += ["--max-respawns", str(0 if given.no_respawn else given.max_respawns)]
-    return options
+    options += ["--max-respawns", str(given.max_respawns), "--max-restarts", str(given.max_restarts)]
+    return options + ["--no-respawn"] * given.no_respawn + ["--ledger"] * given.ledger
 
 
 def agent_words(given: argparse.Namespace, workers: int, run_dir: Path) -> list[str]:
     """What attached_agent.py takes after the address of the head: the run folder, options of the agent, and the script."""
-    return [str(run_dir), "-n", str(workers), *script_words(given)]
+    options = ["-n", str(workers), "--grace", f"{given.grace:g}"]
+    for name in ("preload", "interface"):
+        if getattr(given, name) is not None:
+            options += [f"--{name}", getattr(given, name)]
+    return [str(run_dir), *options, *script_words(given)]

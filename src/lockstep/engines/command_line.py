@@ -22,6 +22,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     help = 'how ssh is called, with its options: --ssh "ssh -F FILE" (default: LOCKSTEP_SSH, or ssh)'
     group.add_argument("--ssh", metavar="COMMAND", help=help)
     group.add_argument("--python", metavar="PATH", help="the Python on the other machines (default: the path of this one)")
+    help = "the network interface of each machine through which its workers are reached (default: by the route to the head)"
+    group.add_argument("--interface", metavar="NAME", help=help)
     help = "the address of this machine at which the others reach it (default: by the routes to them)"
     group.add_argument("--listen", metavar="ADDRESS", help=help)
 
@@ -34,7 +36,7 @@ def run(given: argparse.Namespace) -> int:
         raise UsageError("--ssh says how the machines of --hosts are reached, and there is no --hosts. Name them: --hosts a:4,b:4.")
     name = "ssh" if given.hosts is not None else given.engine
     if name is None:
-        for option in ("python", "listen"):
+        for option in ("python", "interface", "listen"):
             if getattr(given, option) is not None:
                 raise UsageError(
                     f"--{option} is for several machines. Name them with --hosts or --engine, or leave --{option} out."

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import selectors
 import signal
-import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,10 +17,9 @@ from lockstep.engines.attached_agent import STARTED, STOPPED
 from lockstep.engines.child import Child
 from lockstep.engines.head_process import HeadProcess
 from lockstep.errors import UsageError
+from lockstep.launcher.event_loop import STOP_SIGNALS, EventLoop
 from lockstep.launcher.nonblocking_output import NonblockingOutput
 
-_TICK_S = 0.05
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _MAX_HEAD_STARTS = 4
 _AGENTS_END_S = 5.0
 """When the head has ended, agents have this long to end before they are told to, and as long again before they are killed."""
@@ -61,7 +59,7 @@ class EngineRun:
     def __init__(self, head: HeadProcess, token: str, agents: Callable[[int], Sequence[AgentStart]]) -> None:
         self._head, self._token, self._make_agents = head, token, agents
         self._agents: list[_Agents] = []
-        self._selector = selectors.DefaultSelector()
+        self._loop = EventLoop(self._on_signal)
         self._output = NonblockingOutput()
         self._signal: int | None = None
 
@@ -70,22 +68,16 @@ class EngineRun:
 
         Raises UsageError if the agents of a host could not be started.
         """
-        wakeup, signals = socket.socketpair()
-        wakeup.setblocking(False)
-        signals.setblocking(False)
-        signal.set_wakeup_fd(signals.fileno(), warn_on_full_buffer=False)
-        for number in (*_STOP_SIGNALS, signal.SIGCHLD):
-            if number == signal.SIGCHLD or signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, lambda *_: None)  # the number arrives at the wakeup socket
-        self._selector.register(wakeup, selectors.EVENT_READ, lambda: self._on_signals(wakeup.recv(4096)))
-        try:
-            self._head.start()
-            while (code := self._head_code()) is None:
-                self._turn()
-            self._wait_for_agents()
-            return code
-        finally:
-            self._close()
+        with self._loop:
+            try:
+                self._head.start()
+                while (code := self._head_code()) is None:
+                    self._loop.run_once(math.inf)
+                    self._on_time(time.monotonic())
+                self._wait_for_agents()
+                return code
+            finally:
+                self._close()
 
     @property
     def stop_signals(self) -> set[str]:
@@ -95,15 +87,13 @@ class EngineRun:
 
     # -- the loop ---------------------------------------------------------------------------------
 
-    def _turn(self) -> None:
-        for key, _ in self._selector.select(_TICK_S):
-            key.data()
+    def _on_time(self, now: float) -> None:
         self._output.flush()
         if self._head.port is None and self._head.look_for_address():
             assert self._head.port is not None
             self._agents = [_Agents(start) for start in self._make_agents(self._head.port)]
         for agents in self._agents:
-            self._watch(agents, time.monotonic())
+            self._watch(agents, now)
 
     def _head_code(self) -> int | None:
         """Returns the exit code of the run when it is over. A head that was killed is started again: the agents wait for it."""
@@ -148,11 +138,11 @@ class EngineRun:
         child = Child(agents.start.command, self._token, keep_stdin=True, on_line=on_line)
         agents.child, agents.start_at = child, math.inf
         for number, stream in child.outputs.items():
-            self._selector.register(stream, selectors.EVENT_READ, lambda n=number, s=stream: self._read(child, n, s))
+            self._loop.selector.register(stream, selectors.EVENT_READ, lambda n=number, s=stream: self._read(child, n, s))
 
     def _read(self, child: Child, number: int, stream: object) -> None:
         if not child.read(number):
-            self._selector.unregister(stream)  # type: ignore[arg-type]
+            self._loop.selector.unregister(stream)  # type: ignore[arg-type]
 
     def _on_line(self, agents: _Agents, number: int, line: str) -> None:
         if number == 2:
@@ -163,11 +153,10 @@ class EngineRun:
         elif line.startswith(STOPPED):
             agents.signals.append(line.removeprefix(STOPPED))
 
-    def _on_signals(self, numbers: bytes) -> None:
-        for number in numbers:
-            if number in _STOP_SIGNALS:
-                self._signal = self._signal or number
-                self._head.child.send_signal(number)
+    def _on_signal(self, number: int) -> None:
+        if number in STOP_SIGNALS:
+            self._signal = self._signal or number
+            self._head.child.send_signal(number)
 
     # -- the end ----------------------------------------------------------------------------------
 
@@ -180,8 +169,7 @@ class EngineRun:
     def _wait_for_children(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline and any(each.child is not None and each.child.poll() is None for each in self._agents):
-            for key, _ in self._selector.select(_TICK_S):
-                key.data()
+            self._loop.run_once(deadline)
             self._output.flush()
 
     def _close_inputs(self) -> None:
@@ -192,14 +180,14 @@ class EngineRun:
     def _drain(self, child: Child) -> None:
         """Read what the child has written before it ended."""
         for number, stream in child.outputs.items():
-            if stream in self._selector.get_map():
+            if stream in self._loop.selector.get_map():
                 child.read(number)
 
     def _forget(self, agents: _Agents) -> None:
         assert agents.child is not None
         for stream in agents.child.outputs.values():
-            if stream in self._selector.get_map():
-                self._selector.unregister(stream)
+            if stream in self._loop.selector.get_map():
+                self._loop.selector.unregister(stream)
         agents.child.close()
         agents.child = None
 
@@ -210,8 +198,6 @@ class EngineRun:
                 self._forget(agents)
         self._head.child.close()
         self._output.flush(1.0)
-        self._selector.close()
-        signal.set_wakeup_fd(-1)
 
     def _say(self, sentence: str) -> None:
         self._output.write(2, f"lockstep: {sentence}\n".encode())

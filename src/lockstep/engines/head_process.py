@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from lockstep.cluster.address import Address
 from lockstep.engines.child import Child
 
 ADDRESS_FILE = "head.address"
@@ -25,7 +26,7 @@ class HeadProcess:
         """Start it, or start it again at the same port: the agents look for it there."""
         (self._run_dir / ADDRESS_FILE).unlink(missing_ok=True)
         self.starts += 1
-        listen = f"{bracketed(self._host)}:{self.port or 0}"
+        listen = str(Address(self._host, self.port or 0))
         command = [sys.executable, "-m", "lockstep", "head", "--listen", listen, "--token-file", "-"]
         self.child = Child([*command, "--run-dir", str(self._run_dir), *self._options], self._token, keep_stdin=False)
 
@@ -35,10 +36,5 @@ class HeadProcess:
             address = (self._run_dir / ADDRESS_FILE).read_text()
         except OSError:
             return False
-        self.port = int(address.strip().rpartition(":")[2])
+        self.port = Address.parse(address).port
         return True
-
-
-def bracketed(host: str) -> str:
-    """Returns ``host`` as it is written before a colon and a port."""
-    return f"[{host}]" if ":" in host else host

@@ -16,10 +16,11 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
+from lockstep.cluster.address import Address
 from lockstep.cluster.token import new_token
 from lockstep.engines.agent_options import agent_words, head_options, refuse_debugger, run_folder, script_words
 from lockstep.engines.engine_run import AgentStart, EngineRun
-from lockstep.engines.head_process import HeadProcess, bracketed
+from lockstep.engines.head_process import HeadProcess
 from lockstep.engines.hostlist import expand
 from lockstep.engines.route import listen_host, source_address, without_loopback
 from lockstep.errors import UsageError
@@ -39,7 +40,7 @@ def run(given: argparse.Namespace) -> int:
     head = HeadProcess(host, token, folder, head_options(given, len(nodes) * per_node))
 
     def agents(port: int) -> list[AgentStart]:
-        heads = ",".join(f"{bracketed(address)}:{port}" for address in reached_at or ["127.0.0.1"])
+        heads = ",".join(str(Address(address, port)) for address in reached_at or ["127.0.0.1"])
         agent = [given.python or sys.executable, "-m", "lockstep.engines.attached_agent", heads]
         agent += agent_words(given, per_node, folder / "machines" / "{node}")
         return [AgentStart("Slurm", tuple(srun_command(len(nodes), agent)), _explain, again=False)]

@@ -17,10 +17,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from lockstep.cluster.address import Address
 from lockstep.cluster.token import new_token
 from lockstep.engines.agent_options import agent_words, head_options, refuse_debugger, run_folder, script_words
 from lockstep.engines.engine_run import AgentStart, EngineRun
-from lockstep.engines.head_process import HeadProcess, bracketed
+from lockstep.engines.head_process import HeadProcess
 from lockstep.engines.route import listen_host, source_address, without_loopback
 from lockstep.errors import UsageError
 
@@ -78,7 +79,7 @@ def run(given: argparse.Namespace) -> int:
     def agents(port: int) -> list[AgentStart]:
         starts = []
         for host in hosts:
-            words = [f"{bracketed(heads.get(host, reached_at[0]))}:{port}"]
+            words = [str(Address(heads.get(host, reached_at[0]), port))]
             words += agent_words(given, host.workers, folder / "machines" / host.folder)
             starts.append(agent_start(host, ssh, given.python or sys.executable, os.getcwd(), words))
         return starts
