@@ -62,7 +62,7 @@ class Channel:
 
     Attributes:
         purpose: What the client has connected for. Empty on the server until the channel is open.
-        peer_address: The other end. On a client that is not connected yet: the address that was given.
+        peer_address: The other end. On a client: the address that was given.
         local_address: This end, None until the channel is connected. Its host is the address under which
             the peer reaches this machine, unless the network translates addresses.
     """
