@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import lockstep
 from lockstep.checkpoint import checkpoint_command
 from lockstep.cluster import command_line as cluster_command_line
+from lockstep.doctor import doctor_command
 from lockstep.engines import render_command
 from lockstep.errors import UsageError
 from lockstep.launcher import command_line
@@ -36,6 +37,7 @@ def _parser() -> Parser:
     cluster_command_line.add_parsers(commands)
     checkpoint_command.add_parser(commands)
     render_command.add_parser(commands)
+    doctor_command.add_parser(commands)
     return parser
 
 
