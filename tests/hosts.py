@@ -12,6 +12,7 @@ on a host has LOCKSTEP_MACHINE set to its name, so that workers of two hosts do 
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
@@ -32,6 +33,7 @@ from tests.waiting import wait_until
 _MAX_HOSTS = 26
 _SSHD = "/usr/sbin/sshd"
 _END_S = 10.0
+_CLONE_NEWNET = 0x40000000
 
 
 def missing() -> str | None:
@@ -102,6 +104,10 @@ class Hosts:
         process = subprocess.Popen(["ip", "netns", "exec", self._namespace(host), *command], env=variables, **popen)
         self._started.append(process)
         return process
+
+    def network(self, host: str) -> Path:
+        """The network namespace of the host, for ``enter_network``."""
+        return Path("/run/netns", self._namespace(host))
 
     def pids(self, host: str) -> list[int]:
         """The ids of all processes on the host, also of those that other processes have started."""
@@ -244,6 +250,14 @@ class Hosts:
                     with suppress(OSError):  # what was to be flushed has no reader
                         pipe.close()
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def enter_network(namespace: Path) -> None:
+    """Move this process to another host. (Python 3.12 has os.setns.)"""
+    descriptor = os.open(namespace, os.O_RDONLY)
+    if ctypes.CDLL(None, use_errno=True).setns(descriptor, _CLONE_NEWNET) != 0:
+        raise OSError(ctypes.get_errno(), f"cannot enter {namespace}")
+    os.close(descriptor)
 
 
 def _run(command: list[str], check: bool = True) -> str:

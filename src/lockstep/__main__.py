@@ -10,6 +10,7 @@ import lockstep
 from lockstep.checkpoint import checkpoint_command
 from lockstep.cluster import command_line as cluster_command_line
 from lockstep.doctor import doctor_command
+from lockstep.engines import command_line as engines_command_line
 from lockstep.engines import render_command
 from lockstep.errors import UsageError
 from lockstep.launcher import command_line
@@ -35,6 +36,7 @@ def _parser() -> Parser:
     commands = parser.add_subparsers(metavar="COMMAND")
     command_line.add_parsers(commands)
     cluster_command_line.add_parsers(commands)
+    engines_command_line.add_options(commands.choices["run"])
     checkpoint_command.add_parser(commands)
     render_command.add_parser(commands)
     doctor_command.add_parser(commands)

@@ -67,7 +67,7 @@ def test_plans_are_pure() -> None:
             assert module.split(".")[0] in PURE, (path, module)
 
 
-def test_only_world_and_what_starts_processes_read_the_environment() -> None:
+def test_only_world_and_commands_read_the_environment() -> None:
     for path in SOURCE.rglob("*.py"):
         if package_of(path) not in ("world", "launcher", "cluster", "engines", "doctor"):
             assert "environ" not in path.read_text(), path

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import selectors
 import shlex
-import shutil
 import sys
 import time
+from functools import partial
 from typing import Any
 
 from lockstep.cluster.address import Address
@@ -18,12 +17,13 @@ from lockstep.cluster.token import new_token, read_token
 from lockstep.doctor.findings import Finding, find
 from lockstep.doctor.machine_probe import MachineProbe
 from lockstep.doctor.survey import ProbeStart, Survey
+from lockstep.engines import slurm
+from lockstep.engines.ssh import parse_hosts, remote_command, ssh_command
 from lockstep.errors import UsageError
 from lockstep.launcher.arguments import write
 
 THIS = "this machine"
-_LOCAL = ("localhost", "127.0.0.1", "::1")
-_SSH_OPTIONS = ("BatchMode=yes", "ConnectTimeout=6", "LogLevel=ERROR")
+_SSH_S = 6
 _HEAD_S = 15.0
 
 
@@ -40,7 +40,8 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--token-file", metavar="FILE", help=help)
     help = "a folder or URL for Run(checkpoint=...), to which every machine must be able to write"
     parser.add_argument("--checkpoint", metavar="PLACE", help=help)
-    parser.add_argument("--ssh", default="ssh", metavar="COMMAND", help='how ssh is called: --ssh "ssh -F FILE" (default: ssh)')
+    help = 'how ssh is called, with its options: --ssh "ssh -F FILE" (default: LOCKSTEP_SSH, or ssh)'
+    parser.add_argument("--ssh", metavar="COMMAND", help=help)
     parser.add_argument("--python", default=sys.executable, metavar="PATH", help="the Python on the other machines")
     parser.add_argument("--serve", metavar="NAME", help=argparse.SUPPRESS)
     parser.add_argument("--no-workers", action="store_true", help=argparse.SUPPRESS)
@@ -85,45 +86,40 @@ def _here(name: str, given: argparse.Namespace, *, has_workers: bool = True) -> 
 
 def _by_ssh(given: argparse.Namespace) -> list[ProbeStart]:
     """The machine of the command takes part without workers if it is not among the hosts: its head must be reached."""
-    hosts = [re.sub(r":\d+$", "", entry.strip()) for entry in given.hosts.split(",")]
-    hosts = [re.sub(r"^\[(.*)\]$", r"\1", host) for host in hosts]
+    hosts = parse_hosts(given.hosts, None)
+    ssh = ssh_command(given.ssh or os.environ.get("LOCKSTEP_SSH") or "ssh")
+    starts = [] if any(host.is_local for host in hosts) else [_here(THIS, given, has_workers=False)]
     for host in hosts:
-        if not re.fullmatch(r"[\w.][\w.@:%-]*", host):
-            raise UsageError(f"--hosts {given.hosts}: {host!r} is not a host. Write them separated by commas: --hosts a,b.")
-        if hosts.count(host) > 1:
-            raise UsageError(f"--hosts {given.hosts}: {host} is named twice. Name it once.")
-    ssh = shlex.split(given.ssh)
-    if not ssh or shutil.which(ssh[0]) is None:
-        raise UsageError(f"--hosts needs ssh, and there is no program {given.ssh!r}. Install it, or name another one with --ssh.")
-    starts = [] if any(host in _LOCAL for host in hosts) else [_here(THIS, given, has_workers=False)]
-    for host in hosts:
-        if host in _LOCAL:
-            starts.append(_here(host, given))
+        if host.is_local:
+            starts.append(_here(host.name, given))
             continue
-        options = [word for option in _SSH_OPTIONS for word in ("-o", option)]
-        remote = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(_command(host, given.python, given))}"
-        login = shlex.join([*ssh, host])
-        command = (*ssh, *options, "-T", "--", host, remote)
-
-        def explain(line: str, code: int, host: str = host, login: str = login) -> str:
-            if code == 255:  # ssh's own
-                return f"{host} cannot be reached by ssh: {line.rstrip('.')}. `{login} true` must work without a question."
-            return (
-                f"{host} cannot run Lockstep: {line.rstrip('.')}. The directory {os.getcwd()} must exist there, and {given.python} "
-                "must have Lockstep; --python names another Python."
-            )
-
-        starts.append(ProbeStart((host,), command, explain))
+        words = _command(host.name, given.python, given)
+        command = remote_command(host, [*ssh, "-o", f"ConnectTimeout={_SSH_S}"], os.getcwd(), words)
+        starts.append(
+            ProbeStart((host.name,), command, partial(_explain_ssh, host.name, shlex.join([*ssh, host.name]), given.python))
+        )
     return starts
 
 
-def _by_srun(given: argparse.Namespace) -> ProbeStart:
-    from lockstep.engines import slurm
+def _explain_ssh(host: str, login: str, python: str, last_line: str, code: int) -> str:
+    if code == 255:  # ssh's own
+        return f"{host} cannot be reached by ssh: {last_line.rstrip('.')}. `{login} true` must work without a question."
+    return (
+        f"{host} cannot run Lockstep: {last_line.rstrip('.')}. The directory {os.getcwd()} must exist there, and {python} must have "
+        "Lockstep; --python names another Python."
+    )
 
+
+def _by_srun(given: argparse.Namespace) -> ProbeStart:
+    """One srun, whose tasks get the same standard input. Lines of different tasks must not be mixed: srun keeps lines together."""
     nodes = slurm.allocation(os.environ)
-    words = shlex.join(_command("NAME", given.python, given)).replace("NAME", '"$SLURMD_NODENAME"', 1)
+    words = shlex.join(_command("", given.python, given)).replace("--serve ''", '--serve "$SLURMD_NODENAME"', 1)
     command = slurm.srun_command(len(nodes), ["sh", "-c", f"exec {words}"])
-    return ProbeStart(tuple(nodes), tuple(command), lambda line, code: f"srun has failed (code {code}): {line}")
+    return ProbeStart(tuple(nodes), tuple(word for word in command if word != "--unbuffered"), _explain_srun)
+
+
+def _explain_srun(last_line: str, code: int) -> str:
+    return f"srun cannot start a process on each node (code {code}): {last_line.rstrip('.')}. Try `srun hostname`."
 
 
 def _command(name: str, python: str, given: argparse.Namespace) -> list[str]:

@@ -9,8 +9,7 @@ from itertools import combinations
 from statistics import median
 from typing import Any
 
-from lockstep.doctor.links import Link
-from lockstep.doctor.survey import Report
+from lockstep.doctor.survey import FoundLink, Report
 
 _OLDEST_TORCH = (2, 11)
 _FEW_FILES, _ENOUGH_FILES = 256, 1024
@@ -130,13 +129,13 @@ def _gpus(workers: Sequence[Report]) -> list[Finding]:
 def _reachability(machines: Sequence[Report]) -> list[Finding]:
     found = []
     for report in machines:
-        if report.links is None:
+        if not report.has_links:
             found.append(Finding("FAIL", f"{report.machine} has not said in time which machines it can reach. Try again."))
             continue
         for link in report.links.values():
             if not link.reached_at and report.has_workers:
                 remedy = "Workers connect to each other at any port: allow TCP between the machines in both directions."
-                why = "; ".join(dict.fromkeys(link.failures)) or "it has no address"
+                why = link.failures or "it has no address"
                 found.append(Finding("FAIL", f"{report.machine} cannot reach {link.to}: {why.rstrip('.')}. {remedy}"))
     if not found:
         found.append(Finding("ok", f"each of {_names(report.machine for report in machines)} reaches the others"))
@@ -145,7 +144,7 @@ def _reachability(machines: Sequence[Report]) -> list[Finding]:
 
 def _clocks(machines: Sequence[Report]) -> list[Finding]:
     first = machines[0]
-    offsets = {link.to: link.clock_offset_s for link in (first.links or {}).values() if link.reached_at}
+    offsets = {link.to: link.clock_offset_s for link in first.links.values() if link.reached_at}
     wrong = {name: offset for name, offset in offsets.items() if abs(offset) > _MAX_CLOCK_OFFSET_S}
     for_each = "; ".join(f"{name} by {offset:+.1f} s" for name, offset in wrong.items())
     if wrong:
@@ -159,7 +158,7 @@ def _speed(machines: Sequence[Report]) -> list[Finding]:
     """A line for each pair, both directions in it; for many machines, a line for all pairs."""
     pairs = []
     for a, b in combinations([report for report in machines if report.has_workers], 2):
-        there, back = (a.links or {}).get(b.machine), (b.links or {}).get(a.machine)
+        there, back = a.links.get(b.machine), b.links.get(a.machine)
         if there and back and there.reached_at and back.reached_at:
             pairs.append((a.machine, b.machine, there, back))
     found = [_pair(*pair) for pair in pairs]
@@ -173,7 +172,7 @@ def _speed(machines: Sequence[Report]) -> list[Finding]:
     return [*slow, Finding("ok", text)]
 
 
-def _pair(a: str, b: str, there: Link, back: Link) -> Finding:
+def _pair(a: str, b: str, there: FoundLink, back: FoundLink) -> Finding:
     latency = max(there.latency_s, back.latency_s)
     text = f"{a} -> {b} {_speed_text(there.bytes_per_s)}, {b} -> {a} {_speed_text(back.bytes_per_s)}, {1000 * latency:.2f} ms"
     if min(there.bytes_per_s, back.bytes_per_s) < _SLOW_BYTES_PER_S or latency > _SLOW_LATENCY_S:

@@ -5,7 +5,8 @@ Lines in: the token; then JSON objects:
     {"order": "probe", "run": ..., "machines": [{"name", "id", "hosts", "port"}, ...]}    connect to them; write a checkpoint probe
     {"order": "read", "numbers": [...]}                                                   read the checkpoint probes of these
 
-Lines out: JSON objects with "machine" and "event": "hello" at once, "torch" after its import, "links", "written" and "unseen".
+Lines out: JSON objects with "machine" and "event": "hello" at once, "torch" after its import, "link" for each other machine, then
+"linked", "written" and "unseen". They are short, because srun may cut a long line in two.
 The end of the standard input ends the process. All machines may get the same lines (srun).
 """
 
@@ -33,6 +34,7 @@ from lockstep.launcher.arguments import write
 _TICK_S = 0.05
 _TORCH_S = 15.0
 _REMOVE_S = 3.0
+_MAX_TEXT = 500
 
 
 class MachineProbe:
@@ -91,7 +93,9 @@ class MachineProbe:
         self._links.connect([Peer(each["name"], each["id"], tuple(each["hosts"]), each["port"]) for each in others])
 
     def _on_links(self, links: list[Link]) -> None:
-        self._say("links", links=[asdict(link) for link in links])
+        for link in links:
+            self._say("link", link={**asdict(link), "failures": "; ".join(dict.fromkeys(link.failures))[:_MAX_TEXT]})
+        self._say("linked")
 
     def _say(self, event: str, **content: Any) -> None:
         line = json.dumps({"machine": self._name, "event": event, **content}) + "\n"

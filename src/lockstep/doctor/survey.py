@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.doctor.links import Link
 from lockstep.doctor.machine_facts import Facts
 
 HELLO_S = 9.0
@@ -32,6 +31,18 @@ class ProbeStart:
     has_workers: bool = True
 
 
+@dataclass(frozen=True)
+class FoundLink:
+    """What a machine has found of its way ``to`` another (links.py: Link)."""
+
+    to: str
+    reached_at: str
+    failures: str
+    latency_s: float
+    clock_offset_s: float
+    bytes_per_s: float
+
+
 @dataclass
 class Report:
     """What is known of one machine. Empty or None is what it has not said."""
@@ -42,7 +53,9 @@ class Report:
     """Why the process on the machine has said nothing."""
     facts: Facts | None = None
     torch: Facts | None = None
-    links: dict[str, Link] | None = None
+    links: dict[str, FoundLink] = field(default_factory=dict)
+    has_links: bool = False
+    """Whether the links to all other machines have been tried."""
     checkpoint: str | None = None
     """Why the checkpoint place cannot be written; "" if it can."""
     unseen: list[str] | None = None
@@ -93,7 +106,7 @@ class Survey:
     def _is_complete(self) -> bool:
         if not self._numbers:
             return not self._alive()
-        has_links = self._have_all(lambda report: report.links is not None)
+        has_links = self._have_all(lambda report: report.has_links)
         has_torch = self._have_all(lambda report: report.torch is not None, only_workers=True)
         return has_links and has_torch and (not self._wants_checkpoint or self._have_all(_has_unseen, only_workers=True))
 
@@ -119,8 +132,10 @@ class Survey:
                 report.facts = said["facts"]
             case "torch":
                 report.torch = said["torch"]
-            case "links":
-                report.links = {link["to"]: Link(**link) for link in said["links"]}
+            case "link":
+                report.links[said["link"]["to"]] = FoundLink(**said["link"])
+            case "linked":
+                report.has_links = True
             case "written":
                 report.checkpoint = said["why"]
             case "unseen":

@@ -29,7 +29,7 @@ def main() -> None:
             found["gpus"] = [_use(torch, number) for number in range(torch.cuda.device_count())]
             found["nccl"] = ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else ""
     except Exception as error:  # noqa: BLE001
-        found["error"] = f"{type(error).__name__}: {error}".splitlines()[0]
+        found["error"] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
     print(json.dumps(found))
 
 

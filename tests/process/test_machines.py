@@ -1,0 +1,170 @@
+"""Three hosts with two workers each: whatever is killed, cut off or stopped, training goes on, and the result has the same bits."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.cluster import Cluster
+from tests.hosts import Hosts
+
+
+@pytest.fixture
+def make(hosts: Callable[[int], Hosts], tmp_path: Path) -> Callable[..., Cluster]:
+    return lambda count=3, **settings: Cluster(hosts(count), tmp_path / "cluster", **settings)
+
+
+def test_machines_train_together_to_the_bits_of_one_process(make: Callable[..., Cluster], expected: str) -> None:
+    with make() as cluster:
+        cluster.start("--ledger")
+        assert cluster.result() == expected, cluster.dump()
+        for agent in cluster.agent.values():
+            assert cluster.wait(agent) == 0, cluster.dump()
+        cluster.require_ledger()
+        assert len(cluster.generations()[0][2]) == 6
+
+
+def test_an_agent_is_killed_and_another_one_takes_its_place(make: Callable[..., Cluster], expected: str) -> None:
+    with make(hold_at=20) as cluster:
+        cluster.start("--ledger")
+        cluster.wait_for_step(20)
+        cluster.kill_agent("c")
+        cluster.wait_for_size(4)
+        cluster.wait_until(lambda: cluster.step() > 22, "training goes on without machine c")
+        cluster.start_agent("c")
+        cluster.wait_for_size(6)
+        cluster.hurry()
+        assert cluster.result() == expected, cluster.dump()
+        assert "machine c is lost" in cluster.head["a"].stderr()
+        cluster.require_ledger()
+
+
+def test_a_worker_is_killed_and_replaced_on_its_machine(make: Callable[..., Cluster], expected: str) -> None:
+    with make(2, hold_at=20) as cluster:
+        cluster.start()
+        cluster.wait_for_step(20)
+        worker, pid = max(cluster.workers().items())
+        os.kill(pid, signal.SIGKILL)
+        cluster.wait_for_size(3)
+        cluster.wait_for_size(4)
+        cluster.hurry()
+        assert cluster.result() == expected, cluster.dump()
+        assert worker not in cluster.generations()[-1][2]
+
+
+@pytest.mark.parametrize("silently", [True, False])
+def test_a_machine_is_cut_off_and_comes_back(make: Callable[..., Cluster], expected: str, silently: bool) -> None:
+    with make(hold_at=20) as cluster:
+        cluster.start("--ledger")
+        cluster.wait_for_step(20)
+        cluster.hosts.cut("c", silently=silently)
+        cluster.wait_for_size(4)
+        cluster.wait_for_step(23)
+        cluster.wait_for_text(cluster.agent["c"], "the head is lost")
+        cluster.hosts.restore("c")
+        cluster.wait_for_text(cluster.agent["c"], "the run has gone on without 2 workers of this machine")
+        cluster.wait_for_size(6)
+        cluster.hurry()
+        assert cluster.result() == expected, cluster.dump()
+        cluster.require_ledger()
+
+
+def test_a_machine_stops_and_goes_on_later(make: Callable[..., Cluster], expected: str) -> None:
+    with make(hold_at=20) as cluster:
+        cluster.start()
+        cluster.wait_for_step(20)
+        cluster.hosts.kill("c", signal.SIGSTOP)
+        cluster.wait_for_size(4)
+        cluster.hosts.kill("c", signal.SIGCONT)
+        cluster.wait_for_size(6)
+        cluster.hurry()
+        assert cluster.result() == expected, cluster.dump()
+
+
+def test_the_head_is_killed_and_training_goes_on_until_another_one_is_there(make: Callable[..., Cluster], expected: str) -> None:
+    with make(hold_at=20) as cluster:
+        cluster.start("--ledger")
+        cluster.wait_for_step(20)
+        cluster.kill_head()
+        before = cluster.step()
+        cluster.wait_for_step(before + 4)
+        head = cluster.start_head("a", "--ledger")
+        cluster.wait_for_text(head, "continuing a run with 6 workers on 3 machines")
+        os.kill(max(cluster.workers().items())[1], signal.SIGKILL)
+        cluster.wait_for_size(5)
+        cluster.wait_for_size(6)
+        cluster.hurry()
+        assert cluster.result() == expected, cluster.dump()
+        cluster.require_ledger()
+
+
+def test_a_worker_dies_while_there_is_no_head(make: Callable[..., Cluster], expected: str) -> None:
+    with make(hold_at=20) as cluster:
+        cluster.start()
+        cluster.wait_for_step(20)
+        cluster.kill_head()
+        os.kill(max(cluster.workers().items())[1], signal.SIGKILL)
+        cluster.start_head("a")
+        cluster.wait_for_size(5)
+        cluster.wait_for_size(6)
+        cluster.hurry()
+        assert cluster.result() == expected, cluster.dump()
+
+
+def test_the_script_ends_while_there_is_no_head(make: Callable[..., Cluster], expected: str) -> None:
+    with make(2, hold_at=20) as cluster:
+        cluster.start()
+        cluster.wait_for_step(20)
+        cluster.kill_head()
+        cluster.hurry()
+        cluster.wait_until(lambda: len(cluster.notes("done")) == 4, "all workers have finished")
+        cluster.start_head("a")
+        assert cluster.result() == expected, cluster.dump()
+        for agent in cluster.agent.values():
+            assert cluster.wait(agent) == 0, cluster.dump()
+
+
+def test_the_machine_of_the_head_is_cut_off_and_the_majority_goes_on_with_the_next_head(
+    make: Callable[..., Cluster], expected: str
+) -> None:
+    with make(hold_at=20, heads="ab") as cluster:
+        cluster.start()
+        cluster.wait_for_step(20)
+        cluster.hosts.cut("a", silently=True)
+        cluster.wait_for_text(cluster.head["b"], "continuing a run with 4 workers on 2 machines")
+        cluster.wait_for_text(cluster.head["a"], "too few members of the run are left")
+        cluster.wait_for_size(4)
+        step = cluster.step()
+        cluster.wait_until(lambda: cluster.step() > step + 2, "the majority trains")
+        numbers = [number for _, number, _ in cluster.generations()]
+        assert len(set(numbers)) >= len([members for _, _, members in cluster.generations() if len(members) != 6]), cluster.dump()
+        cluster.hosts.restore("a")
+        cluster.kill_head("a")  # the agent of a goes to the next head of its list
+        cluster.wait_for_size(6)
+        cluster.hurry()
+        assert cluster.result("b") == expected, cluster.dump()
+
+
+def test_a_machine_leaves_and_the_run_stops_and_resumes(make: Callable[..., Cluster], expected: str, tmp_path: Path) -> None:
+    with make(hold_at=20, checkpoint=tmp_path / "checkpoints") as cluster:
+        cluster.start()
+        cluster.wait_for_step(20)
+        cluster.kill_agent("c", signal.SIGTERM)
+        cluster.wait_for_size(4)
+        assert cluster.wait(cluster.agent["c"]) == 0, cluster.dump()
+        assert "has left the run" in cluster.agent["c"].stderr()
+        cluster.wait_for_step(23)
+        os.kill(cluster.head["a"].process.pid, signal.SIGTERM)
+        assert cluster.wait(cluster.head["a"]) == 0, cluster.dump()
+        assert "The same command resumes from it" in cluster.head["a"].stderr(), cluster.dump()
+        assert not cluster.notes("done")
+        for host in "ab":
+            assert cluster.wait(cluster.agent[host]) == 0, cluster.dump()
+        cluster.hurry()
+        cluster.start_head("a", min_workers=2)
+        cluster.start_agent("b")
+        assert cluster.result() == expected, cluster.dump()
