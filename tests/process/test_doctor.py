@@ -15,6 +15,7 @@ import pytest
 from lockstep.doctor import doctor_command
 from tests.fork_server import ROOT
 from tests.hosts import Hosts, missing_sshd
+from tests.slurm import Slurm, missing_slurm
 from tests.waiting import wait_until
 
 FAKE_TORCH = """
@@ -109,3 +110,20 @@ def test_a_head(tmp_path: Path) -> None:
     assert f"the head at {address} has another token" in wrong.text
     gone = doctor_command._reach_head(Namespace(head=address, token_file=str(tmp_path / "token")))
     assert "refused" in gone.text
+
+
+def test_the_nodes_of_an_allocation(three: Hosts, tmp_path: Path) -> None:
+    if reason := missing_slurm():
+        pytest.skip(reason)
+    with Slurm(three) as slurm:
+        command = f'"{sys.executable}" -m lockstep doctor --engine slurm --checkpoint "{tmp_path}/checkpoints"'
+        job = slurm.sbatch(f"#!/bin/sh\n{command}\n", "--nodes=3", "--ntasks-per-node=1", cwd=tmp_path)
+        state = slurm.wait(job)
+        text = (tmp_path / f"slurm-{job}.out").read_text()
+        assert state == "COMPLETED", text + slurm.logs()
+    assert "FAIL" not in text
+    assert re.search(r"ok    torch \S+ on n1, n2 and n3\n", text)
+    assert "ok    each of n1, n2 and n3 reaches the others\n" in text
+    assert re.search(r"ok    n1 -> n3 \S+ .B/s, n3 -> n1 \S+ .B/s, \S+ ms\n", text)
+    assert "ok    n1, n2 and n3 write to " in text
+    assert "a run would start on 3 machines" in text

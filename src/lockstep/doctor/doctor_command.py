@@ -105,8 +105,8 @@ def _explain_ssh(host: str, login: str, python: str, last_line: str, code: int) 
     if code == 255:  # ssh's own
         return f"{host} cannot be reached by ssh: {last_line.rstrip('.')}. `{login} true` must work without a question."
     return (
-        f"{host} cannot run Lockstep: {last_line.rstrip('.')}. The directory {os.getcwd()} must exist there, and {python} must have "
-        "Lockstep; --python names another Python."
+        f"{host} cannot run Lockstep: {last_line.rstrip('.')}. The directory {os.getcwd()} must exist there, and {python} must "
+        "have Lockstep; --python names another Python."
     )
 
 
