@@ -6,13 +6,13 @@ import re
 import subprocess
 import sys
 import time
-from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from lockstep.doctor import doctor_command
+from lockstep.cluster.address import Address
+from lockstep.doctor.doctor_command import _reach_head
 from tests.fork_server import ROOT
 from tests.hosts import Hosts, missing_sshd
 from tests.slurm import Slurm, missing_slurm
@@ -24,6 +24,7 @@ __version__ = "2.12.0"
 class cuda:
     is_available = staticmethod(lambda: False)
 """
+TOKEN = "ab" * 32
 
 
 def examine(hosts: Hosts, host: str, *options: str, folder: Path) -> tuple[int, list[str], str]:
@@ -53,8 +54,8 @@ def test_healthy_hosts(three: Hosts, tmp_path: Path) -> None:
     assert re.search(r"ok    Lockstep \S+ on this machine, b and c\n", text)
     assert "ok    each of this machine, b and c reaches the others\n" in text
     assert re.search(r"ok    clocks differ by at most \S+ ms\n", text)
-    assert re.search(r"ok    b -> c \S+ .B/s, c -> b \S+ .B/s, \S+ ms\n", text)
-    assert "ok    b and c write to new/place and read from it" in text
+    assert re.search(r"  b -> c \S+ .B/s, c -> b \S+ .B/s, \S+ ms", text)
+    assert "ok    b and c can write to new/place and read from it" in text
     assert "lockstep: a run would start on 2 machines" in err
     assert not list(tmp_path.iterdir()), "the probes are removed, and the folders that were made for them"
     wait_until(lambda: three.pids("b") == [sshd["b"]] and three.pids("c") == [sshd["c"]], "nothing of the doctor runs any more")
@@ -91,24 +92,21 @@ def test_this_machine_alone(tmp_path: Path) -> None:
 
 
 def test_a_head(tmp_path: Path) -> None:
-    for name, digits in (("token", "ab" * 32), ("wrong", "cd" * 32)):
-        (tmp_path / name).touch(mode=0o600)
-        (tmp_path / name).write_text(digits)
+    (tmp_path / "token").touch(mode=0o600)
+    (tmp_path / "token").write_text(TOKEN)
     command = [sys.executable, "-m", "lockstep", "head", "--listen", "127.0.0.1:0", "--token-file", "token", "--run-dir", "run"]
     head = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL)
     try:
         wait_until((tmp_path / "run" / "head.address").exists, "the head listens")
         address = (tmp_path / "run" / "head.address").read_text().strip()
-        good, wrong = (
-            doctor_command._reach_head(Namespace(head=address, token_file=str(tmp_path / name))) for name in ("token", "wrong")
-        )
+        good, wrong = (_reach_head(Address.parse(address), bytes.fromhex(digits)) for digits in (TOKEN, "cd" * 32))
     finally:
         head.kill()
         head.wait()
     assert (good.level, good.text.partition(",")[0]) == ("ok", f"the head at {address} has this token")
     assert wrong.level == "FAIL"
     assert f"the head at {address} has another token" in wrong.text
-    gone = doctor_command._reach_head(Namespace(head=address, token_file=str(tmp_path / "token")))
+    gone = _reach_head(Address.parse(address), bytes.fromhex(TOKEN))
     assert "refused" in gone.text
 
 
@@ -124,6 +122,6 @@ def test_the_nodes_of_an_allocation(three: Hosts, tmp_path: Path) -> None:
     assert "FAIL" not in text
     assert re.search(r"ok    torch \S+ on n1, n2 and n3\n", text)
     assert "ok    each of n1, n2 and n3 reaches the others\n" in text
-    assert re.search(r"ok    n1 -> n3 \S+ .B/s, n3 -> n1 \S+ .B/s, \S+ ms\n", text)
-    assert "ok    n1, n2 and n3 write to " in text
+    assert re.search(r"  n1 -> n3 \S+ .B/s, n3 -> n1 \S+ .B/s, \S+ ms", text)
+    assert "ok    n1, n2 and n3 can write to " in text
     assert "a run would start on 3 machines" in text

@@ -55,11 +55,12 @@ def doctor(given: argparse.Namespace) -> int:
     if sum(each is not None for each in (given.hosts, given.engine, given.head)) > 1:
         raise UsageError("--hosts, --engine and --head name different machines. Leave all but one out.")
     began = time.monotonic()
+    head = None if given.head is None else (Address.parse(given.head), read_token(given.token_file, os.environ))
     starts = _starts(given)
     survey = Survey(starts, new_token(), wants_checkpoint=given.checkpoint is not None)
     found = find(survey.take(), given.checkpoint)
-    if given.head is not None:
-        found.append(_reach_head(given))
+    if head is not None:
+        found.append(_reach_head(*head))
     for finding in found:
         write(1, f"{finding}\n")
     bad = sum(finding.level == "FAIL" for finding in found)
@@ -131,10 +132,8 @@ def _explain_here(line: str, code: int) -> str:
     return f"the doctor's own process has failed (code {code}): {line}"
 
 
-def _reach_head(given: argparse.Namespace) -> Finding:
+def _reach_head(address: Address, token: bytes) -> Finding:
     """Connect to the head as an agent does, up to the proof of the token, and close the connection."""
-    address = Address.parse(given.head)
-    token = read_token(given.token_file, os.environ)
     answers: list[str] = []
     began = time.monotonic()
     with selectors.DefaultSelector() as selector:

@@ -199,7 +199,7 @@ def _checkpoint(workers: Sequence[Report], place: str) -> list[Finding]:
             remedy = "Use a folder that all machines mount, or a URL such as s3://bucket/run."
             text = f"{report.machine} does not see what {_names(report.unseen)} wrote to {place}: the place is not common. {remedy}"
             found.append(Finding("FAIL", text))
-    return found or [Finding("ok", f"{_names(report.machine for report in workers)} write to {place} and read from it")]
+    return found or [Finding("ok", f"{_names(report.machine for report in workers)} can write to {place} and read from it")]
 
 
 def _grouped(value_of: dict[str, Any]) -> dict[Any, list[str]]:
