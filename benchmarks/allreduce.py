@@ -124,7 +124,7 @@ def main() -> None:
         "--workers", type=int, nargs="+", help="numbers of workers (default 2, 4, 8, 16 as the cores allow, at least 2 and 4)"
     )
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES))
-    parser.add_argument("--rounds", type=int, default=40, help="at most so many rounds per size")
+    parser.add_argument("--rounds", type=int, default=40, help="the greatest number of rounds per size")
     options = parser.parse_args()
     cores = len(os.sched_getaffinity(0))
     counts = options.workers or [n for n in (2, 4, 8, 16) if n <= max(4, cores)]

@@ -34,7 +34,7 @@ WIDTH = 1024
 
 
 def make(megabytes: int, device: str) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A stack of square layers whose parameters and AdamW state have so many bytes together."""
+    """Return a stack of square layers and its AdamW. Parameters and optimizer state have ``megabytes`` together."""
     layers = max(1, round(megabytes * 1e6 / 3 / 4 / WIDTH**2))
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers))).to(device)
     opt = torch.optim.AdamW(model.parameters())
@@ -180,7 +180,7 @@ def verification(rank: int, size: int, out: str) -> None:
     model = GPT(GPTConfig(vocab=256, context=64, layers=6, heads=8, width=256))
     opt = torch.optim.AdamW(model.parameters())
     run = lockstep.Run(model, opt, lanes=size, verify_every=10)
-    task = run._loop.tasks[0]
+    task = run._loop._between_steps._tasks[0]
     perform, spent, steps = task.perform, [], []
 
     def timed_perform(now: Any) -> Any:

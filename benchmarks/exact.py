@@ -87,7 +87,7 @@ def endless() -> Iterator[torch.Tensor]:
 
 
 def measure(variants: dict[str, tuple[bool, Iterator[None]]], turns: int, rounds: int) -> dict[str, dict[str, float]]:
-    """Medians of so many turns of each variant, in another order each round. The flag: whether it asks for determinism."""
+    """Return the medians of each variant, over ``rounds`` of ``turns`` turns. The flag: whether to ask for determinism."""
     for exact, loop in variants.values():
         torch.use_deterministic_algorithms(exact)
         timed(loop, 3 * turns)

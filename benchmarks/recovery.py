@@ -143,7 +143,7 @@ def alive(pid: int) -> bool:
 
 
 def settled(folder: Path, workers: int, deadline_s: float = 30.0) -> dict[int, list[tuple[float, int]]]:
-    """Wait until so many live processes commit in one era."""
+    """Wait until ``workers`` live processes commit in one era."""
     end = time.monotonic() + deadline_s
     while time.monotonic() < end:
         now = {pid: lines for pid, lines in commits(folder).items() if lines and alive(pid)}

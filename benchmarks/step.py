@@ -182,7 +182,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpu", action="store_true", help="one GPU over NCCL instead of the CPU over gloo")
     parser.add_argument("--workers", type=int, default=2, help="CPU workers (default 2)")
-    parser.add_argument("--rounds", type=int, default=100, help="at most so many rounds per case")
+    parser.add_argument("--rounds", type=int, default=100, help="the greatest number of rounds per case")
     options = parser.parse_args()
     if options.gpu and not torch.cuda.is_available():
         parser.error("--gpu needs an NVIDIA GPU, and torch sees none here")

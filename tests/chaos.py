@@ -91,7 +91,7 @@ class Schedule:
     variant: Variant
     launches: tuple[tuple[Fault, ...], ...]
     await_workers: int
-    """The first fault strikes when so many workers run their script: sometimes while the others are still starting."""
+    """How many workers must have started their script before the first fault. Fewer than all: the others are still starting."""
     calm_s: float
     """How long the loop stays slow after the last fault: sometimes replacements join in time, sometimes not."""
 

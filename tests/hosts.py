@@ -141,6 +141,12 @@ class Hosts:
             _ip("-n", self._namespace(host), "link", "set", "eth0", "up")
             self._add_neighbours(host)  # the kernel has forgotten them
 
+    def block(self, one: str, other: str) -> None:
+        """Lose every packet between two hosts, silently. Each reaches all others."""
+        for host, peer in ((one, other), (other, one)):
+            nobody = [self.address(peer), "lladdr", "02:00:00:00:ff:ff", "nud", "permanent", "dev", "eth0"]
+            _ip("-n", self._namespace(host), "neigh", "replace", *nobody)
+
     def limit(self, host: str, mbit: float | None) -> None:
         """Let the link of the host carry at most ``mbit`` megabits per second in each direction. None: no limit any more."""
         for namespace, device in ((self._namespace(host), "eth0"), (self._hub, self._port(host))):

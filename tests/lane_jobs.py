@@ -115,7 +115,7 @@ def train(
     device = next(model.parameters()).device
     scaler = torch.amp.GradScaler(device.type, init_scale=scale, growth_interval=3) if scale else None
     run = lockstep.Run(model, *objects, *([scaler] if scaler else []), lanes=LANES, seed=3, exact=exact, comm=comm, timeout_s=30)
-    optimizers, schedulers = run._gate.optimizers, [o for o in objects if not isinstance(o, torch.optim.Optimizer)]
+    optimizers, schedulers = run._parts.gate.optimizers, [o for o in objects if not isinstance(o, torch.optim.Optimizer)]
     data = dataset() if data is None else data
     shuffle = not isinstance(data, IterableDataset)
     seen = 0

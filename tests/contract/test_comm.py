@@ -170,7 +170,7 @@ def test_a_wait_ends_after_the_timeout_and_names_the_missing_rank(kind: str) -> 
 def waits_longer(comm: Comm) -> float:
     comm.barrier("the start")
     if comm.rank == comm.size - 1:
-        time.sleep(1.3)
+        time.sleep(1.3)  # is late: by more than the timeout of the wait, and by less than the postponed one
     else:
         comm.postpone_timeouts(time.monotonic() + 1.0)
     tensor = torch.ones(3)

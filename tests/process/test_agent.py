@@ -39,7 +39,7 @@ for (x,) in run.shard(data, global_batch=4, epochs=EPOCHS):
     opt.step()
     opt.zero_grad()
     if run.committed:
-        time.sleep(0.01)
+        time.sleep(0.01)  # the run shall last long enough for what tests do to it
         note("step", str(run.step))
         IN_STEP
 note("weights", "".join(f"{float(v).hex()} " for v in model.weight.detach().flatten()))
@@ -284,7 +284,7 @@ def test_the_same_error_from_two_workers_ends_the_run_with_it(launch: Callable[.
 
 
 def test_respawns_that_are_used_up_are_reported_at_once_and_at_the_end(launch: Callable[..., LaunchedRun]) -> None:
-    """The script fails on every rank but 0, without an exception that could be compared."""
+    """The script fails on every rank but 0, with no exception that could be compared. Rank 0 is slow until the second failure."""
     fails = "if run.rank > 0:\n            note('exit')\n            os._exit(3)\n"
     fails += "        if not Path('exit-2').exists(): time.sleep(0.05)"
     run = launch(script(fails, epochs=60), "-n", "2", "--max-respawns", "1")
@@ -303,11 +303,43 @@ def test_recoveries_without_progress_end_the_run_and_say_what_each_worker_report
     assert re.search(r"worker 1 \(pid \d+\): no route to rank 0", run.stderr())
 
 
+EXCHANGE = """
+import lockstep.training.run as calls
+def exchange(name, function, value, tensor_of):
+    \"\"\"Worker 1 loses the others when worker 0 has changed its result: it receives the result from worker 0.\"\"\"
+    real = getattr(calls, function)
+    def lose(*args):
+        real(*args)
+        while not Path(f"changed-{name}").exists(): time.sleep(0.01)
+        setattr(calls, function, real)
+        raise lockstep.PeerError("asked to")
+    if worker == 1: setattr(calls, function, lose)
+    result = tensor_of(getattr(run, name)(value))
+    note(name, str(float(result)))
+    result.zero_()
+    Path(f"changed-{name}").touch()
+"""
+
+
+def test_a_result_that_a_worker_changes_reaches_the_others_unchanged(launch: Callable[..., LaunchedRun]) -> None:
+    calls = (
+        "if run.step == 3: exchange('gather', 'gather_values', torch.ones(1), lambda values: values[0])",
+        "if run.step == 5: exchange('mean', 'mean_of_values', torch.ones(1), lambda value: value)",
+        "if run.step == 7: exchange('broadcast', 'broadcast_value', {'a': torch.ones(1)}, lambda value: value['a'])",
+    )
+    trains = script("\n        ".join(calls), epochs=3).replace("torch.manual_seed(0)", f"{EXCHANGE}\ntorch.manual_seed(0)")
+    run = launch(trains, "-n", "2")
+    assert run.wait() == 0, run.stderr()
+    assert run.generations() == [[0, 1]] * 4
+    for name in ("gather", "mean", "broadcast"):
+        assert run.notes(name) == {"0": "1.0", "1": "1.0"}
+
+
 # -- newcomers ----------------------------------------------------------------------------------
 
 
 def test_a_run_that_was_scaled_down_can_be_scaled_up_and_replaces_dead_workers(launch: Callable[..., LaunchedRun]) -> None:
-    run = launch(script("if worker > 1 and not Path('go').exists(): time.sleep(0.05)", epochs=400), "-n", "2")
+    run = launch(script("if worker > 1: time.sleep(0.05)", epochs=400), "-n", "2")  # it lasts until the test ends it
     await_step(run, 1)
     run.scale(1)
     run.wait_until(lambda: not is_running(noted(run, "pid")[1]), "worker 1 has left")

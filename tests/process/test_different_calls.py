@@ -115,7 +115,7 @@ def arrive_late(rank: int, size: int, kind: str) -> int:
     buckets = make_buckets(comm)
     for name in ("gather A", "buckets", "broadcast", "barrier", "gather B"):
         if rank == 1:
-            time.sleep(1.2)
+            time.sleep(1.2)  # is late: the others ask after half a second (PATIENCE_S) which call it is in
         call(comm, name, buckets)
     comm.close()
     return 1

@@ -107,7 +107,7 @@ def test_a_head(tmp_path: Path) -> None:
     assert wrong.level == "FAIL"
     assert f"the head at {address} has another token" in wrong.text
     gone = _reach_head(Address.parse(address), bytes.fromhex(TOKEN))
-    assert "refused" in gone.text
+    assert (gone.level, "refused" in gone.text) == ("FAIL", True)
 
 
 def test_the_nodes_of_an_allocation(three: Hosts, tmp_path: Path) -> None:

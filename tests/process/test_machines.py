@@ -168,3 +168,33 @@ def test_a_machine_leaves_and_the_run_stops_and_resumes(make: Callable[..., Clus
         cluster.start_head("a", min_workers=2)
         cluster.start_agent("b")
         assert cluster.result() == expected, cluster.dump()
+
+
+def test_machines_that_do_not_share_the_checkpoint_folder_are_named(make: Callable[..., Cluster], tmp_path: Path) -> None:
+    place = tmp_path / "place"
+    place.mkdir()
+    with make(2, checkpoint=place) as cluster:
+        cluster.start_head("a", min_workers=4)
+        for host in "ab":  # each machine has a folder of its own there
+            own = tmp_path / f"own-{host}"
+            own.mkdir()
+            cluster.start_agent(host, mounts={own: place})
+        assert cluster.wait(cluster.head["a"]) == 1, cluster.dump()
+        assert "does not see what machine" in cluster.head["a"].stderr()
+        assert "Name a folder that all machines share" in cluster.head["a"].stderr()
+
+
+def test_a_machine_that_others_cannot_reach_is_named_at_once(make: Callable[..., Cluster], expected: str) -> None:
+    with make(3, hold_at=20) as cluster:
+        cluster.hosts.block("b", "c")
+        cluster.start_head("a", min_workers=4)
+        for host in "ab":
+            cluster.start_agent(host)
+        cluster.wait_for_size(4)
+        cluster.start_agent("c")
+        assert cluster.wait(cluster.agent["c"], 20.0) == 1, cluster.dump()
+        refusal = cluster.agent["c"].stderr()
+        for part in ("machine c cannot reach machine b: cannot connect to ", cluster.hosts.address("b"), "machine b cannot reach"):
+            assert part in refusal, cluster.dump()
+        cluster.hurry()
+        assert cluster.result() == expected, cluster.dump()

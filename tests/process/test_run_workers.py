@@ -220,6 +220,29 @@ def test_values_of_all_workers_are_gathered_averaged_and_broadcast() -> None:
     assert seen == repr([[[0, ""], [1, "x"], [2, "xx"]], [2, 2], 1.0, 0.1, [1.0, tenth], 1.0])
 
 
+def logs_at_step_level(rank: int, size: int) -> dict[str, float]:
+    """3 lanes on 2 workers: one worker logs more often than the other before it logs for the step."""
+    run, model, opt = made(3)
+    for step in run.steps(data(), global_batch=8):
+        for x, y in step:
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            run.log(size=float(len(x)))
+        opt.step()
+        opt.zero_grad()
+        run.log(norm=5.0)
+        norm = torch.tensor(7.0)
+        run.log(norm=norm)
+        norm.zero_()
+    run.close()
+    return run.epoch_means
+
+
+def test_a_value_logged_for_the_step_counts_once_and_not_once_per_worker() -> None:
+    sizes = (2 * 2 + 3 * 3 + 3 * 3) / 8
+    assert run_workers(logs_at_step_level, 2) == [{"size": sizes, "norm": 6.0}] * 2
+
+
 def averages_different_shapes(rank: int, size: int) -> None:
     run, _, _ = made()
     run.mean(torch.zeros(rank + 1))

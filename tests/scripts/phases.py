@@ -68,7 +68,7 @@ before(run._engine._reducer, "_launch_buckets", "bucket")
 before(run._engine, "_fold_lane", "end_of_lane")
 before(run._engine, "_control_word", "control")
 before(run._engine, "confirm", "averaged")
-before(run._commit, "commit_phase", "confirmed")
+before(run._parts.commit, "commit_phase", "confirmed")
 is_stream = bool(os.environ.get("PHASES_STREAM"))
 for step in run.steps(Stream() if is_stream else data, global_batch=20, shuffle=not is_stream, epochs=6):
     time.sleep(0.1 if run.step >= hold_at and not Path("hurry").exists() else 0)

@@ -21,6 +21,7 @@ from lockstep.launcher.idle_times import IdleTimes
 from lockstep.launcher.key_value_store import KeyValueStore
 from lockstep.launcher.recorded_results import RecordedResults
 from lockstep.world import AgentEndpoint
+from tests.waiting import wait_until
 
 
 class FakeAgent:
@@ -29,6 +30,8 @@ class FakeAgent:
     def __init__(self, size: int, timeout_s: float = 5.0) -> None:
         self.said: list[str] = []
         self.received: list[packets.Packet] = []
+        self.operations: list[str] = []
+        """What workers have requested of the store, in the order of the requests."""
         self.sockets: list[socket.socket] = []
         self.links: list[AgentLink] = []
         self.store = KeyValueStore(self.send)
@@ -63,6 +66,7 @@ class FakeAgent:
             with self._lock:
                 if packet["type"] == "store":
                     assert self.store.handle(worker, packet)
+                    self.operations.append(packet["op"])
                 elif packet["type"] == "recorded":
                     self.results.record(packet)
                 elif packet["type"] == "recall":
@@ -111,7 +115,7 @@ def test_a_wait_ends_as_soon_as_the_key_is_set(agent: FakeAgent) -> None:
     thread = threading.Thread(target=wait)
     thread.start()
     one.set("first", "1")
-    time.sleep(0.2)
+    wait_until(lambda: one.num_keys() == 1 and "wait" in agent.operations, "the agent knows of the wait and of the first key")
     assert not waited
     at = time.monotonic()
     one.set("second", "2")
@@ -181,9 +185,7 @@ def test_a_newcomer_prepares_recalls_passes_and_is_dismissed(agent: FakeAgent) -
         with pytest.raises(SystemExit):
             newcomer.recall(5)
     member.enter_stage(2)
-    deadline = time.monotonic() + 5
-    while {"type": "stage", "stage": 2} not in agent.received and time.monotonic() < deadline:
-        time.sleep(0.001)
+    wait_until(lambda: {"type": "stage", "stage": 2} in agent.received, "the agent knows the stage", 5.0)
     assert agent.received == [
         {"type": "join", "most": 4, "stage": -1},
         {"type": "join", "stage": 0},

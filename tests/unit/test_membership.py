@@ -494,7 +494,7 @@ def test_workers_without_a_run_are_watched_too_once_others_have_finished() -> No
 
 
 def lose(state: State, step: int) -> tuple[State, list[Action]]:
-    """Both members lose each other in the current generation, after so many committed steps."""
+    """Both members report that they lost each other in the current generation, after ``step`` committed steps."""
     number = state.generation
     lost = [PeersLost(0, number, why="rank 1 sent 3 bytes"), PeersLost(1, number, why="rank 0 sent 4 bytes")]
     return play(state, *lost, Ready(0, number, step), Ready(1, number, step))

@@ -250,7 +250,7 @@ def test_a_place_that_cannot_be_locked_is_said_and_training_goes_on(
 
 
 def test_a_worker_that_becomes_rank_0_takes_the_lock_over(tmp_path: Path, living: Owner) -> None:
-    """Two workers begin; rank 0 is lost; the other one goes on alone, as does a newcomer that has learned who they are."""
+    """Rank 0 of two workers is lost. The survivor is rank 0 of the next generation, and takes the lock of its own launch."""
     kept: dict[int, Any] = {}
     comms: dict[int, Comm] = {}
 

@@ -218,6 +218,23 @@ def test_logs_are_weighted_means_over_lanes() -> None:
     run.close()
 
 
+def test_logged_tensors_are_copied() -> None:
+    """They are read when averages are taken: by then the script may have changed them."""
+    run, model, opt = made(2, log_every=2)
+    norm, rate = torch.zeros(()), torch.zeros(())
+    for batch in run.shard(data(16), global_batch=8):
+        norm.fill_(2.0)
+        run.log(norm=norm)
+        norm.zero_()
+        turn(model, opt, batch)
+        if run.committed:
+            rate.fill_(3.0)
+            run.log(rate=rate)
+            rate.zero_()
+    assert run.logged == {"norm": 2.0, "rate": 3.0}
+    run.close()
+
+
 def test_loops_one_after_the_other_are_stages_with_orders_of_their_own() -> None:
     run, model, opt = made(2)
     orders = []
@@ -443,6 +460,25 @@ def test_what_run_cannot_take_is_told() -> None:
         lockstep.Run(model, opt)
     run.close()
     lockstep.Run(model, opt).close()
+
+
+def test_an_optimizer_that_needs_a_closure_may_stand_beside_the_one_that_steps() -> None:
+    """Adam trains in the loop over run.shard; LBFGS is there for a loop over run.steps later."""
+    weights = []
+    for beside in (False, True):
+        model = build("mlp")
+        adam = torch.optim.Adam(model.parameters(), lr=0.01)
+        lbfgs = [torch.optim.LBFGS(model.parameters(), max_iter=2)] if beside else []
+        run = lockstep.Run(model, adam, *lbfgs, lanes=2)
+        for batch in run.shard(data(16), global_batch=8):
+            turn(model, adam, batch)
+            if beside:
+                with pytest.raises(UsageError, match=r"LBFGS needs a closure.*run\.steps"):
+                    lbfgs[0].step()
+        assert run.step == 2
+        run.close()
+        weights.append(digest(model))
+    assert weights[0] == weights[1]
 
 
 def test_a_closure_or_an_unknown_scaler_is_told() -> None:

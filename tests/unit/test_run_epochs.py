@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,18 @@ def test_the_state_holds_plain_values_and_names_others() -> None:
     run.close()
 
 
+def test_the_state_holds_copies() -> None:
+    """The script may go on changing what it assigned: the state must not change with it, on this worker alone."""
+    run, _, _ = made()
+    history, tensor = [[1]], torch.ones(2)
+    run.state["history"], run.state["tensor"], run.state["table"] = history, tensor, {"t": tensor}
+    history[0].append(2)
+    tensor.zero_()
+    assert run.state["history"] == [[1]]
+    assert run.state["tensor"].tolist() == run.state["table"]["t"].tolist() == [1, 1]
+    run.close()
+
+
 def test_the_state_changes_when_a_step_is_committed_and_not_in_every_lane() -> None:
     run, model, opt = made()
     for x, y in run.shard(data(16), global_batch=8):
@@ -135,6 +148,68 @@ def test_the_state_changes_when_a_step_is_committed_and_not_in_every_lane() -> N
         if run.committed:
             run.state["steps"] = run.state.get("steps", 0) + 1
     assert run.state["steps"] == 2
+    run.close()
+
+
+CHANGES_IN_PLACE: dict[str, Callable[[Any], Any]] = {
+    "list": lambda state: state["list"].append(1),
+    "nested": lambda state: state["nested"]["a"][1].update(b=2),
+    "tensor": lambda state: state["tensor"].add_(1),
+    "got": lambda state: state.get("list").append(1),
+    "listed": lambda state: [value.append(1) for name, value in state.items() if name == "list"],
+}
+
+
+@pytest.mark.parametrize("place", ["before backward", "before opt.step", "lane of run.steps"])
+@pytest.mark.parametrize("change", CHANGES_IN_PLACE)
+def test_a_value_of_the_state_that_is_changed_in_place_in_a_lane_is_refused(change: str, place: str) -> None:
+    """It would be changed once per lane. The last lane is no exception."""
+    name = {"got": "list", "listed": "list"}.get(change, change)
+    says = rf"run\.state\['{name}'\] was changed in place before the step was committed.*`if run\.committed:`"
+    for lanes in (1, 4):
+        model = build("mlp")
+        opt = torch.optim.SGD(model.parameters(), lr=0.1)
+        run = lockstep.Run(model, opt, lanes=lanes)
+        run.state.update({"list": [], "nested": {"a": [0, {"b": 1}]}, "tensor": torch.zeros(2)})
+
+        def body(x: torch.Tensor, y: torch.Tensor, run: lockstep.Run = run, model: nn.Module = model) -> None:
+            if place == "before backward":
+                CHANGES_IN_PLACE[change](run.state)
+            F.cross_entropy(model(x), y).backward()
+            if place != "before backward":
+                CHANGES_IN_PLACE[change](run.state)
+
+        with pytest.raises(UsageError, match=says):
+            if place == "lane of run.steps":
+                for step in run.steps(data(16), global_batch=8):
+                    for x, y in step:
+                        body(x, y)
+            else:
+                for x, y in run.shard(data(16), global_batch=8):
+                    body(x, y)
+                    opt.step()
+        run.close()
+
+
+def test_values_of_the_state_may_be_read_in_lanes_and_changed_in_place_when_the_step_is_committed() -> None:
+    run, model, opt = made()
+    run.state["weights"], run.state["history"] = torch.ones(4), [math.nan]
+    for x, y in run.shard(data(16), global_batch=8):
+        history = run.state["history"]
+        F.cross_entropy(model(x), y, weight=run.state["weights"]).backward()
+        opt.step()
+        if run.committed:
+            history.append(run.step)
+            run.state["weights"].mul_(0.5)
+    for step in run.steps(data(16), global_batch=8):
+        for x, y in step:
+            history = run.state["history"]
+            F.cross_entropy(model(x), y, weight=run.state["weights"]).backward()
+        opt.step()
+        history.append(run.step)
+    run.state["history"].append("end")
+    assert run.state["history"][1:] == [1, 2, 2, 3, "end"]
+    assert run.state["weights"].tolist() == [0.25] * 4
     run.close()
 
 
@@ -242,6 +317,21 @@ def test_values_of_one_worker_are_copied() -> None:
     assert run.mean(torch.tensor([1, 2])).dtype is torch.float32
     assert run.broadcast("x") == "x"
     run.close()
+
+
+def test_results_between_loops_are_replayed_as_they_were_before_the_script_changed_them(tmp_path: Path) -> None:
+    """The first run records them, the second one replays them and saves them again, the third one replays what the second saved."""
+    read = []
+    for epochs in (1, 2, 3):
+        run, model, opt = made(checkpoint=tmp_path)
+        results = [run.gather({"a": torch.ones(1)})[0], {"a": run.mean(torch.ones(1))}, run.broadcast({"a": torch.ones(1)})]
+        read.append([float(result["a"]) for result in results])
+        for result in results:
+            result["a"].zero_()
+        for _ in run.epochs(epochs):
+            train(run, model, opt)
+        run.close()
+    assert read == [[1.0, 1.0, 1.0]] * 3
 
 
 def test_values_that_cannot_be_exchanged_are_named() -> None:

@@ -130,7 +130,7 @@ class Agent:
     def _end(self, code: int, why: str) -> None:
         self._run_folder.record("end", code=code, why=why)
         if code != 0 or self._leaving_for:
-            self._console.say(why + ".")
+            self._console.say(why.rstrip(".") + ".")
         self._code = code
 
     # -- the head ----------------------------------------------------------------------------------

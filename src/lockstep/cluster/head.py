@@ -70,7 +70,7 @@ class _Candidate:
     waits_for: set[str]
     """The machines whose answers to a probe are missing."""
     since: float
-    failures: dict[str, str]
+    failures: list[str]
 
 
 class Head:
@@ -155,7 +155,7 @@ class Head:
         for candidate in list(self._candidates):
             if now - candidate.since > _PROBE_TIMEOUT_S:
                 for name in candidate.waits_for:
-                    candidate.failures[name] = "no answer to the question whether it can be reached"
+                    candidate.failures.append(f"machine {name} has not said within {_PROBE_TIMEOUT_S:g} s what it can reach")
                 candidate.waits_for.clear()
                 self._admit_if_reachable(candidate)
         if self._phase is _Phase.RECOVERING:
@@ -231,7 +231,7 @@ class Head:
     def _probe(self, machine: Machine, now: float) -> None:
         """Ask the machine whether it reaches some others, and these whether they reach it. Not within one address."""
         others = [other for other in self._machines if other.given.address != machine.given.address][-_MAX_PROBES:]
-        candidate = _Candidate(machine, {other.name for other in others} | ({machine.name} if others else set()), now, {})
+        candidate = _Candidate(machine, {other.name for other in others} | ({machine.name} if others else set()), now, [])
         self._candidates.append(candidate)
         for other in others:
             other.send({"type": "probe", "machines": {machine.name: _probe_address(machine)}}, now)
@@ -243,11 +243,11 @@ class Head:
         for candidate in list(self._candidates):
             if candidate.machine is machine:
                 for name, why in message["unreachable"].items():
-                    candidate.failures[name] = f"machine {machine.name} cannot reach machine {name}: {why}"
+                    candidate.failures.append(f"machine {machine.name} cannot reach machine {name}: {why}")
                 candidate.waits_for.discard(machine.name)
             elif candidate.machine.name in message["unreachable"]:
                 why = message["unreachable"][candidate.machine.name]
-                candidate.failures[machine.name] = f"machine {machine.name} cannot reach machine {candidate.machine.name}: {why}"
+                candidate.failures.append(f"machine {machine.name} cannot reach machine {candidate.machine.name}: {why}")
                 candidate.waits_for.discard(machine.name)
             elif candidate.machine.name in message["reached"]:
                 candidate.waits_for.discard(machine.name)
@@ -258,8 +258,8 @@ class Head:
             return
         self._candidates.remove(candidate)
         if candidate.failures:
-            why = ". ".join(candidate.failures.values())
-            self._refuse(candidate.machine.channel, f"{why}. Open these ports between the machines, or name --interface.")
+            why = "; ".join(candidate.failures)
+            self._refuse(candidate.machine.channel, f"{why}. Let the machines reach each other, or name another --interface.")
         else:
             self._admit(candidate.machine)
 

@@ -8,11 +8,14 @@ import selectors
 import shlex
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from lockstep.cluster.address import Address
 from lockstep.cluster.channel import Channel, ChannelCallbacks
+from lockstep.cluster.tls import ClientTls, client_tls
 from lockstep.cluster.token import new_token, read_token
 from lockstep.doctor.findings import Finding, find
 from lockstep.doctor.machine_probe import MachineProbe
@@ -35,9 +38,11 @@ def add_parser(commands: Any) -> None:
     help = "check these machines, reached by ssh as in `lockstep run --hosts`; localhost is this machine"
     parser.add_argument("--hosts", metavar="HOST,...", help=help)
     parser.add_argument("--engine", choices=("slurm",), help="check the nodes of the allocation in which this command runs")
-    parser.add_argument("--head", metavar="HOST:PORT", help="check whether this machine can reach a head that runs")
+    help = "check whether this machine can reach a head that runs; of several, one is enough"
+    parser.add_argument("--head", metavar="HOST:PORT[,HOST:PORT...]", help=help)
     help = "with --head: a file with the token of the run; -: one line of standard input"
     parser.add_argument("--token-file", metavar="FILE", help=help)
+    parser.add_argument("--ca", metavar="PEM", help="with --head: use TLS, and trust this certificate or what it has signed")
     help = "a folder or URL for Run(checkpoint=...), to which every machine must be able to write"
     parser.add_argument("--checkpoint", metavar="PLACE", help=help)
     help = 'how ssh is called, with its options: --ssh "ssh -F FILE" (default: LOCKSTEP_SSH, or ssh)'
@@ -55,12 +60,13 @@ def doctor(given: argparse.Namespace) -> int:
     if sum(each is not None for each in (given.hosts, given.engine, given.head)) > 1:
         raise UsageError("--hosts, --engine and --head name different machines. Leave all but one out.")
     began = time.monotonic()
-    head = None if given.head is None else (Address.parse(given.head), read_token(given.token_file, os.environ))
+    heads = [] if given.head is None else [Address.parse(each) for each in given.head.split(",")]
+    token = read_token(given.token_file, os.environ) if heads else b""
+    tls = client_tls(given.ca) if heads and given.ca is not None else None
     starts = _starts(given)
     survey = Survey(starts, new_token(), wants_checkpoint=given.checkpoint is not None)
     found = find(survey.take(), given.checkpoint)
-    if head is not None:
-        found.append(_reach_head(*head))
+    found += _reach_heads(heads, token, tls)
     for finding in found:
         write(1, f"{finding}\n")
     bad = sum(finding.level == "FAIL" for finding in found)
@@ -132,7 +138,14 @@ def _explain_here(line: str, code: int) -> str:
     return f"the doctor's own process has failed (code {code}): {line}"
 
 
-def _reach_head(address: Address, token: bytes) -> Finding:
+def _reach_heads(heads: Sequence[Address], token: bytes, tls: ClientTls | None) -> list[Finding]:
+    """One head that answers is enough: the others may be there for the time when it does not."""
+    found = [_reach_head(address, token, tls) for address in heads]
+    is_one_there = any(finding.level == "ok" for finding in found)
+    return [replace(finding, level="warn") if finding.level == "FAIL" and is_one_there else finding for finding in found]
+
+
+def _reach_head(address: Address, token: bytes, tls: ClientTls | None = None) -> Finding:
     """Connect to the head as an agent does, up to the proof of the token, and close the connection."""
     answers: list[str] = []
     began = time.monotonic()
@@ -142,7 +155,7 @@ def _reach_head(address: Address, token: bytes) -> Finding:
             on_message=lambda channel, message: None,
             on_closed=lambda channel, why: answers.append(why),
         )
-        channel = Channel.client(address, token, "agent", selector, callbacks, {})
+        channel = Channel.client(address, token, "agent", selector, callbacks, {}, tls=tls)
         while not answers and time.monotonic() - began < _HEAD_S:
             for key, _ in selector.select(0.05):
                 key.data()

@@ -19,7 +19,6 @@ There, ``param.grad`` belongs to the user until the lane has ended: several back
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -39,22 +38,12 @@ from lockstep.gradients.control_word import (
     require_same_position,
     union,
 )
+from lockstep.gradients.engine_state import AFTER_BACKWARD, AVERAGED, EngineState, explain_backward
 from lockstep.gradients.lane_buffers import LaneBuffers
 from lockstep.gradients.lane_reducer import LaneReducer, LaneWeights, WeightedMicroBatch
 from lockstep.gradients.module import HookedModule
 from lockstep.plan.lanes import assign_lanes
 from lockstep.plan.tree import Fold, fold
-
-
-class EngineState(enum.Enum):
-    IDLE = "between steps"
-    LANE = "a lane was started; its backward has not begun (or may be followed by another one)"
-    BACKWARD = "inside a lane's backward"
-    FOLDED = "the lane's gradients are in the partial sums; more lanes follow"
-    AVERAGED = "this worker has the averages of the step; other workers may still wait for theirs"
-    UNCONFIRMED = "every worker has the averages, and this worker has what all have logged; others may still wait for that"
-    CONFIRMED = "every worker has the averages and what all have logged: the step may commit"
-    DISCARDED = "the set of workers changed; this micro-batch counts for nothing"
 
 
 @dataclass(frozen=True)
@@ -245,7 +234,7 @@ class LaneEngine:
 
     @property
     def is_averaged(self) -> bool:
-        return self.state in _AVERAGED
+        return self.state in AVERAGED
 
     def confirm(self) -> None:
         """Wait until every worker has the averages of the step and what all have logged. Called before the optimizer steps.
@@ -293,7 +282,7 @@ class LaneEngine:
     def weigh(self, weight: float) -> None:
         """Give the current lane this weight instead of its number of samples."""
         if self.state is not EngineState.LANE or self._backwards:
-            when = "after a lane's backward()" if self.state in _AFTER_BACKWARD else "outside a lane"
+            when = "after a lane's backward()" if self.state in AFTER_BACKWARD else "outside a lane"
             raise UsageError(f"run.weigh() was called {when}. Call it in the loop body, before backward().")
         self._weights.weigh(self._lane, weight)
 
@@ -303,13 +292,16 @@ class LaneEngine:
         if self.state is EngineState.DISCARDED:
             return bytes(len(self.params))
         if self.state is not EngineState.LANE:
-            raise UsageError(_OUTSIDE_LANES if self._collects and self.state in _AVERAGED else _WRONG_STATE[self.state])
+            raise UsageError(explain_backward(self.state, self._collects))
         self.state = EngineState.BACKWARD
         self._backwards += 1
         if self._backwards == 1:
             self._begin_lane()
         elif self._sends_early:
-            raise UsageError(_SECOND_BACKWARD)
+            raise UsageError(
+                "backward() was called twice in one lane of run.steps(..., overlap=True), whose gradients leave while the first "
+                "backward runs. Add the losses and call backward() once, or pass overlap=False."
+            )
         return self._report if self._sends_early else bytes(len(self.params))
 
     def _begin_lane(self) -> None:
@@ -403,31 +395,3 @@ class LaneEngine:
                 "samples cannot be added. Call run.weigh() in every iteration of the loop body, or never. (run.weigh(0), which "
                 "skips a batch, may be called in any iteration.)"
             )
-
-
-_AVERAGED = (EngineState.AVERAGED, EngineState.UNCONFIRMED, EngineState.CONFIRMED)
-_AFTER_BACKWARD = (EngineState.LANE, EngineState.FOLDED, *_AVERAGED)
-_OUTSIDE_LANES = (
-    "backward() was called behind the loop over the lanes of a step, where param.grad holds the averages of all workers. Call it "
-    "in that loop, or loop over the step again (`for batch in step:`) for another set of gradients."
-)
-_SECOND_BACKWARD = (
-    "backward() was called twice in one lane of run.steps(..., overlap=True), whose gradients leave while the first backward runs. "
-    "Add the losses and call backward() once, or pass overlap=False."
-)
-_WRONG_STATE = {
-    EngineState.IDLE: (
-        "backward() was called outside the loop over run.shard(...), or over the lanes of a step of run.steps(...). Only there do "
-        "gradients belong to a step. Move backward() into the loop, or train that model without Run."
-    ),
-    EngineState.BACKWARD: "the last backward() raised half-way, and its lane cannot be repeated. Let the exception end the run.",
-    EngineState.FOLDED: (
-        "backward() was called twice for one micro-batch: the gradients of this lane were already added up. Add the losses and "
-        "call backward() once. (A reentrant checkpoint in a submodule that is called directly looks the same: use_reentrant=False.)"
-    ),
-    **dict.fromkeys(
-        _AVERAGED,
-        "backward() was called twice for one micro-batch: the gradients of this step were already averaged. "
-        "Add the losses and call backward() once.",
-    ),
-}

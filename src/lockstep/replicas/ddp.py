@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import logging
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -26,6 +25,7 @@ from lockstep.errors import TorchUsageError, UsageError
 from lockstep.gradients.autograd_hooks import find_tensors, on_backward
 from lockstep.gradients.comm_hook import Hook
 from lockstep.gradients.module import any_hooked
+from lockstep.replicas.ddp_devices import output_index, single_device, to_device
 from lockstep.replicas.mixed_precision import LowPrecision, cast_buffers, cast_floating
 from lockstep.replicas.replicate import Replica, ReplicaOptions, find_replica, replica_of
 from lockstep.replicas.torch_internals import TorchLogger, TorchReducer, logging_data
@@ -137,9 +137,9 @@ class DistributedDataParallel(nn.Module):
                 make_parameters_local(module)
             self.module = module
             self.dim = dim
-            self._device = _single_device(module, device_ids)
+            self._device = single_device(module, device_ids)
             self.device_ids = None if self._device is None else [self._device.index]
-            self.output_device = _output_index(self._device, output_device)
+            self.output_device = output_index(self._device, output_device)
             self._output_device = None if output_device is None else torch.device(output_device)
             self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
             self.gradient_as_bucket_view, self.batched_grad_copy = gradient_as_bucket_view, batched_grad_copy
@@ -202,7 +202,7 @@ class DistributedDataParallel(nn.Module):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the wrapped module, with inputs and outputs moved to ``device_ids`` and ``output_device`` if these were given."""
         if self._device is not None:
-            inputs, kwargs = _to_device(inputs, self._device), _to_device(kwargs, self._device)
+            inputs, kwargs = to_device(inputs, self._device), to_device(kwargs, self._device)
         if self._buffer_hook is not None:
             self._call_buffer_hook("PRE_FORWARD")
         if self._low_precision is None:
@@ -213,7 +213,7 @@ class DistributedDataParallel(nn.Module):
             outputs = self._forward_low_precision(self._low_precision, inputs, kwargs)
         if self._buffer_hook is not None:
             self._call_buffer_hook("POST_FORWARD")
-        return outputs if self._output_device is None else _to_device(outputs, self._output_device)
+        return outputs if self._output_device is None else to_device(outputs, self._output_device)
 
     def _forward_low_precision(self, low_precision: LowPrecision, inputs: Any, kwargs: Any) -> Any:
         inputs, kwargs = cast_floating((inputs, kwargs), self.mixed_precision.param_dtype)
@@ -459,43 +459,3 @@ def _names_to_ignore(module: nn.Module, names: set[str]) -> tuple[str, ...]:
     """Returns the ``names`` that the module has. As in torch, others are allowed, and ".weight" is the module's own weight."""
     known = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
     return tuple(sorted({name.removeprefix(".") for name in names} & {name for name, _ in known}))
-
-
-def _output_index(device: torch.device | None, output_device: int | torch.device | None) -> int | None:
-    """Returns the index of the CUDA device of outputs, as torch's attribute ``output_device`` has it."""
-    if device is None:
-        return None
-    return device.index if output_device is None else torch.device(output_device).index
-
-
-def _single_device(module: nn.Module, device_ids: Sequence[int | torch.device] | None) -> torch.device | None:
-    """Return the device of ``device_ids``, or None. Raises UsageError unless all parameters are on one CUDA device."""
-    if device_ids is None or len(device_ids) == 0:
-        return None
-    found = sorted({str(p.device) for p in module.parameters()})
-    if len(device_ids) != 1:
-        raise UsageError(
-            f"device_ids={list(device_ids)}: one process drives one device. Start a process per device and pass one id."
-        )
-    if len(found) > 1 or "cpu" in found:
-        raise UsageError(
-            f"device_ids={list(device_ids)} but the module's parameters are on {', '.join(found)}. Leave device_ids out."
-        )
-    wanted = device_ids[0]
-    device = torch.device("cuda", wanted) if isinstance(wanted, int) else torch.device(wanted)
-    if found and str(device) != found[0]:
-        warnings.warn(f"device_ids={list(device_ids)} but the module is on {found[0]}; inputs are moved to {device}.", stacklevel=3)
-    return device
-
-
-def _to_device(value: Any, device: torch.device) -> Any:
-    """Move all tensors in ``value`` and its containers to ``device``; other values stay as they are."""
-    if isinstance(value, Tensor):
-        return value.to(device, non_blocking=True)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_to_device(v, device) for v in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(_to_device(v, device) for v in value)
-    if isinstance(value, dict):
-        return type(value)((k, _to_device(v, device)) for k, v in value.items())
-    return value

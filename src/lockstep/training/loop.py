@@ -22,7 +22,8 @@ from lockstep.data.step_loader import StepPlan, StepRestarted
 from lockstep.elastic.recovery import Recovery
 from lockstep.elastic.worker_group import WorkerGroup
 from lockstep.errors import PeerError, UsageError
-from lockstep.gradients.lane_engine import EngineState, LaneEngine
+from lockstep.gradients.engine_state import EngineState
+from lockstep.gradients.lane_engine import LaneEngine
 from lockstep.observe.log import LaneLog
 from lockstep.plan.samples import MODEL, sample_seed
 from lockstep.training.between_steps import BetweenSteps
@@ -172,6 +173,8 @@ class TrainingLoop:
     def end_micro_batch(self) -> None:
         """Raises StepRestarted if the workers have changed and the shard must start the step again."""
         loop = self._current()
+        if not loop.committed:
+            self._commit.end_lane()
         if self._engine.state is EngineState.DISCARDED and not loop.committed:
             self._log.discard_step(self._progress.step + 1, phase=0)
             raise StepRestarted
@@ -234,13 +237,13 @@ class TrainingLoop:
     # -- mistakes ----------------------------------------------------------------------------
 
     def require_open(self) -> None:
-        self._warn_if_abandoned()
+        self._warn_if_abandoned(stacklevel=4)
         if self._closed:
             raise UsageError("this Run is closed. Make a new one.")
 
     def close(self) -> None:
         self._closed = True
-        self._warn_if_abandoned()
+        self._warn_if_abandoned(stacklevel=5)
 
     def require_collective(self, call: str, line: str) -> None:
         """Raise a UsageError if ``call`` would not run on all workers at once."""
@@ -260,13 +263,13 @@ class TrainingLoop:
         self._gate.require_known_parameters()
         self._engine.require_unchanged()
 
-    def _warn_if_abandoned(self) -> None:
+    def _warn_if_abandoned(self, stacklevel: int) -> None:
         """Not in ``leave_loop``, which also runs while an exception ends the program."""
         if self._abandoned is not None:
             warnings.warn(
                 f"a loop over run.shard was left in the middle of step {self._abandoned}: its lanes so far were dropped, and "
                 "which lanes these were depends on the number of workers. Leave the loop when run.committed is true, and count "
                 "by run.step.",
-                stacklevel=4,
+                stacklevel=stacklevel,
             )
             self._abandoned = None

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lockstep.errors import UsageError
-from lockstep.gradients.lane_engine import EngineState
+from lockstep.gradients.engine_state import EngineState
 from lockstep.training.progress import CurrentLoop
 
 

@@ -27,7 +27,8 @@ from lockstep.data.step_loader import StepPlan, StepRestarted
 from lockstep.elastic.recovery import Recovery
 from lockstep.elastic.worker_group import WorkerGroup
 from lockstep.errors import UsageError
-from lockstep.gradients.lane_engine import EngineState, LaneEngine
+from lockstep.gradients.engine_state import EngineState
+from lockstep.gradients.lane_engine import LaneEngine
 from lockstep.observe.log import LaneLog
 from lockstep.plan.samples import lane_seed
 from lockstep.training.between_steps import BetweenSteps
@@ -128,6 +129,7 @@ class Phases:
 
     def end_micro_batch(self) -> None:
         loop = self._current()
+        self._commit.end_lane()
         require_backward_returned(loop, self._progress.step, self._engine.state)
         weight = self._engine.weight_of(loop.lane)  # what was logged counts, also if there is no backward
         self._engine.end_lane()

@@ -1,65 +1,29 @@
-"""Run: a training run whose result depends neither on the number of workers nor on which of them died.
+"""Run: a training run whose result depends neither on the number of workers nor on which of them died. The public API.
 
-This file constructs the parts of a run in one order and holds the public API:
-
-    WorkerGroup   the workers of this generation              Progress      where the run is
-    LaneEngine    gradients, averaged over lanes              StepCommit    when a step commits
-    StepGate      step() of optimizers and schedulers         RunState      the whole state as one value
-    Checkpoints   saving and resuming                         Recovery      from one generation to the next
-    BetweenSteps  what is due after a step                    TrainingLoop  the user's loop
+The parts that do the work are in run_parts.py.
 """
 
 from __future__ import annotations
 
 import copy
 import os
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from typing import Any, Literal, TypeVar, cast
 
 from torch import nn
 
-from lockstep.checkpoint.checkpoints import CheckpointCallbacks, Checkpoints
 from lockstep.comm.base import Comm
 from lockstep.comm.plain_state import digest, flatten
 from lockstep.data.shard import Shard
 from lockstep.data.source import LoaderOptions
 from lockstep.data.steps import Steps
-from lockstep.elastic.agent_link import CommOptions
-from lockstep.elastic.collective_journal import CollectiveJournal
-from lockstep.elastic.recovery import Recovery, RecoveryCallbacks
-from lockstep.elastic.worker_group import WorkerGroup, join_workers
-from lockstep.errors import PeerError, UsageError
-from lockstep.gradients.control_word import STOP
-from lockstep.gradients.lane_engine import EngineCallbacks, EngineState, LaneEngine
-from lockstep.gradients.module import device_of, parameters_of
-from lockstep.observe.ledger import Ledger
-from lockstep.observe.log import LaneLog, Sink
-from lockstep.plan.lanes import assign_lanes
-from lockstep.plan.tree import fold
-from lockstep.training.alone_work import AloneWork
+from lockstep.errors import UsageError
+from lockstep.observe.log import Sink
 from lockstep.training.argument_names import BATCH_SIZE, explain_unknown
-from lockstep.training.between_steps import BetweenSteps, BetweenStepsTask, LogExchange
-from lockstep.training.consistency import Consistency
-from lockstep.training.determinism import Determinism
-from lockstep.training.epochs import EpochLoops
-from lockstep.training.evaluation import Evaluations
-from lockstep.training.finished_run import FinishedRunNotice
-from lockstep.training.loop import TrainingLoop
-from lockstep.training.phases import Phases
-from lockstep.training.progress import Progress
-from lockstep.training.replica_check import ReplicaCheck
-from lockstep.training.run_state import RunState
-from lockstep.training.script_place import describe_place
-from lockstep.training.script_replay import ScriptPosition, ScriptReplay
-from lockstep.training.script_values import ScriptValues
-from lockstep.training.sigterm import Sigterm
-from lockstep.training.step_commit import StepCommit
-from lockstep.training.step_gate import StepGate
-from lockstep.training.user_state import UserState
+from lockstep.training.run_arguments import RunArguments, one_module
+from lockstep.training.run_parts import RunParts
 from lockstep.training.value_exchange import broadcast_value, gather_values, mean_of_values
-from lockstep.world import agent_endpoint
 
 T = TypeVar("T")
 
@@ -130,211 +94,32 @@ class Run:
         override: Sequence[str] = (),
         verify_every: int = 100,
     ) -> None:
-        _require_sense(_one_module(model), lanes, seed, threads, bucket_mb, timeout_s, log_every, verify_every)
-        _require_checkpoint(checkpoint, resume, override)
-        self.model: nn.Module = _one_module(model)
+        given = RunArguments(
+            model=one_module(model),
+            objects=optimizers_and_schedulers,
+            lanes=lanes,
+            exact=exact,
+            seed=seed,
+            threads=threads,
+            comm=comm,
+            bucket_mb=bucket_mb,
+            timeout_s=timeout_s,
+            log_every=log_every,
+            on_log=on_log,
+            checkpoint=checkpoint,
+            every=every,
+            keep=keep,
+            resume=resume,
+            override=override,
+            verify_every=verify_every,
+        )
+        self.model: nn.Module = given.model
         self.seed, self.exact = seed, exact
-        params = [p for _, p in parameters_of(self.model, ())]
-        self.device = device_of(params)
-        self._progress = Progress()
-        self._owns_comm = comm is None or isinstance(comm, str)
-        self._workers = self._join(params, lanes, comm, timeout_s)
-        self._alone_work = AloneWork(self._workers)
-        self.lanes = self._workers.start_size if lanes is None else lanes
-        self._undo: list[Callable[[], None]] = []
-        """Called in reverse order by ``close``."""
-        self._checkpoints: Checkpoints | None = None
-        try:
-            if exact:
-                threads = threads if threads is not None or lanes is None or self.device.type != "cpu" else 1
-                self._undo.append(Determinism(self.model, threads).close)
-            self._build_step(optimizers_and_schedulers, bucket_mb)
-            self._build_state(on_log, checkpoint, every, keep, resume, override)
-            self._build_loop(log_every, verify_every)
-            self._recovery.begin()
-            self._state.began = True
-        except BaseException:
-            self.close()
-            raise
-
-    # -- construction: each part gets what it needs; calls that go up are closures, looked up when they are called ----------
-
-    def _join(self, params: list[nn.Parameter], lanes: int | None, comm: Comm | str | None, timeout_s: float) -> WorkerGroup:
-        self._endpoint = agent_endpoint()
-        if comm is not None and not isinstance(comm, str):
-            return WorkerGroup(comm, comm.size)
-        trained = sum(p.nbytes for p in params if p.requires_grad)
-
-        def bucket_bytes(workers: int) -> int:
-            count = lanes or workers
-            return trained * fold(count, assign_lanes(count, workers)).width
-
-        options = CommOptions(self.device, comm, timeout_s, bucket_bytes, lambda: describe_place(self._progress))
-        return join_workers(self._endpoint, options, lanes)
-
-    def _build_step(self, objects: tuple[Any, ...], bucket_mb: float) -> None:
-        """What happens within one step: gradients, and the calls that commit it."""
-        self._journal = CollectiveJournal()
-        has_agent = self._workers.link is not None
-        callbacks = EngineCallbacks(
-            settings_hash=lambda: self._gate.settings_hash(),
-            on_settings_differ=lambda rank: self._consistency.settings_differ(self.step, rank),
-            before_send=lambda: self._commit.record_samples(),
-            on_averaged=lambda: self._commit.seed_after_averaging(),
-            on_peer_lost=(lambda error: self._recovery.recover(error)) if has_agent else None,
-            share_logged=self._share_logged,
-            requests=self._requests,
-        )
-        self._engine = LaneEngine(self.model, self.comm, self.lanes, exact=self.exact, bucket_mb=bucket_mb, callbacks=callbacks)
-        self._undo.append(self._engine.close)
-        endpoint = self._endpoint
-        ledger = Ledger(endpoint.ledger, endpoint.worker) if endpoint is not None and endpoint.ledger else None
-        self._commit = StepCommit(self._progress, self._engine, self._workers, self._journal, ledger, self.seed)
-        self._gate = StepGate(
-            objects, self._engine.params, self._commit.may_step, self._commit.stepped, lambda: self._progress.is_in_phases
-        )
-        self._undo.append(self._gate.close)
-
-    def _build_state(
-        self, on_log: Sink | None, checkpoint: Any, every: str, keep: int, resume: str | os.PathLike[str], override: Sequence[str]
-    ) -> None:
-        """What workers share: the state, its checks, its checkpoints, and how it survives a change of workers."""
-        settings = {"lanes": self.lanes, "exact": self.exact, "seed": self.seed}
-        self._consistency = Consistency(self._workers, self._engine, self._gate, self.device, settings)
-        self._evaluations = Evaluations(self.model, self._engine, self.lanes, self.seed)
-        self._log = LaneLog([on_log] if on_log is not None else [])
-        progress = self._progress
-        self._user_state = UserState(lambda: progress.loop is None or progress.loop.may_meet)
-        self._state = RunState(self.model, self._engine, self._gate, self._progress, self._log, self._user_state, settings)
-        self._sigterm: Sigterm | None = None
-        if checkpoint is not None:
-            callbacks = CheckpointCallbacks(self._published, self._equal_at, self._resumed, lambda: self._log.share(self.comm))
-            self._checkpoints = Checkpoints(
-                checkpoint, every, keep, self._state, lambda: self.comm, callbacks, resume=resume, override=override
-            )
-            self._finished_notice = FinishedRunNotice(self._progress, self._workers)
-            self._undo.append(self._finished_notice.close)
-            if self._workers.link is None:
-                self._sigterm = Sigterm()
-                self._undo.append(self._sigterm.close)
-        self._recovery = Recovery(
-            self._workers,
-            self._journal,
-            self._state,
-            self.device,
-            RecoveryCallbacks(
-                committed_steps=lambda: self.step,
-                commits=lambda: self._progress.commits,
-                has_averages=lambda: self._engine.state is EngineState.UNCONFIRMED,
-                confirm_step=self._engine.confirm_step,
-                discard_step=self._discard_step,
-                rebind=self._rebind,
-                start=self._start,
-                aligned=self._aligned,
-            ),
-        )
-        values = ScriptValues(self._user_state, self._log, self.device)
-        self._replay = ScriptReplay(self._progress, self._workers, values, self._recovery.join, self._arrived)
-        self._epoch_loops = EpochLoops(self._progress, self._replay, self.seed)
-
-    def _build_loop(self, log_every: int, verify_every: int) -> None:
-        """What happens between steps, and the loop itself."""
-        tasks: list[BetweenStepsTask] = []
-        if verify_every:
-            tasks.append(
-                ReplicaCheck(self._state, self._progress, self._workers, self.device, verify_every, self._replica_differed)
-            )
-        if self._checkpoints is not None:
-            tasks.append(self._checkpoints)
-        exchange = LogExchange(self._log, self._consistency, self._workers, self._progress, log_every)
-        between_steps = BetweenSteps(tasks, exchange, self._recovery, self._workers, self._engine, self._progress, self._exit_code)
-        self._loop = TrainingLoop(
-            self._progress,
-            self._workers,
-            self._recovery,
-            self._replay,
-            self._engine,
-            self._commit,
-            self._gate,
-            self._consistency,
-            between_steps,
-            self._log,
-            self.seed,
-        )
-        self._undo.append(self._loop.close)
-        self._phases = Phases(
-            self._loop,
-            self._progress,
-            self._workers,
-            self._recovery,
-            self._engine,
-            self._commit,
-            self._consistency,
-            between_steps,
-            self._log,
-            self.seed,
-        )
-
-    def _requests(self) -> int:
-        """What this worker asks of the others in the next control word."""
-        stop = STOP if self._sigterm is not None and self._sigterm.came else 0
-        return stop | self._workers.requests() | (self._checkpoints.requests() if self._checkpoints is not None else 0)
-
-    def _discard_step(self) -> None:
-        loop = self._progress.loop
-        if loop is None or not loop.may_meet:
-            self._engine.discard_step()
-            self._log.discard_step(self.step + 1, loop.phase if loop is not None else 0)
-
-    def _rebind(self, comm: Comm) -> None:
-        self._engine.rebind(comm)
-        if self._checkpoints is not None:
-            self._checkpoints.new_generation()
-
-    def _start(self) -> None:
-        self._consistency.require_same()
-        if self._checkpoints is None or not self._checkpoints.resume():
-            self._consistency.share_state()
-
-    def _aligned(self, comm: Comm) -> None:
-        self._consistency.new_generation()  # a newcomer has adopted now which parameters are trained
-        self._log.realign(comm)
-        self._replay.new_generation()
-
-    def _arrived(self) -> None:
-        """The script has reached the place where the checkpoint was made: what it did on the way must leave no trace."""
-        if self._checkpoints is not None:
-            self._checkpoints.restore_if_changed()
-
-    def _share_logged(self, comm: Comm) -> None:
-        """Give all workers what this worker has logged so far, before the step commits: then it survives this worker."""
-        loop = self._progress.loop
-        assert loop is not None
-        if not loop.has_phases:  # there, each lane has ended before
-            self._log.weigh(self._engine.weight_of(loop.lane))
-        self._log.share(comm, reads_devices=False)
-
-    def _published(self, step: int, where: str) -> None:
-        if self._workers.link is not None:
-            self._workers.link.send(type="saved", step=step, where=where)
-
-    def _equal_at(self, step: int) -> int:
-        """The last step, up to ``step``, at which replicas were known to be equal. A single replica always is."""
-        return step if self.size == 1 else self._progress.equal_at
-
-    def _resumed(self, step: int) -> None:
-        self._progress.equal_at = step
-        self._finished_notice.resumed(step)
-        progress = self._progress
-        self._replay.resume_at(ScriptPosition(progress.stage, progress.was_in_loop, progress.result_count))
-
-    def _replica_differed(self, equal_at: int) -> None:
-        if self._checkpoints is not None:
-            self._checkpoints.distrust_after(equal_at)
-
-    def _exit_code(self) -> int:
-        """Of a worker that was asked to end. With an agent, the agent decides."""
-        return self._checkpoints.exit_code() if self._checkpoints is not None and self._workers.link is None else 0
+        parts = self._parts = RunParts(given)
+        self.device, self.lanes = parts.device, parts.lanes
+        self._workers, self._progress, self._engine, self._log = parts.workers, parts.progress, parts.engine, parts.log
+        self._state, self._checkpoints, self._recovery = parts.state, parts.checkpoints, parts.recovery
+        self._replay, self._loop = parts.replay, parts.loop
 
     # -- to read -----------------------------------------------------------------------------
 
@@ -420,12 +205,13 @@ class Run:
 
         It is saved in checkpoints, sent to replacement workers, and compared with the other replicas. A worker that replays the
         script finds in it what it held at that place. Change it between loops, or in a loop under ``if run.committed:``, on every
-        worker alike. Assigning a value that is not plain is a ``UsageError``.
+        worker alike, by assigning a value or in place (``run.state["history"].append(...)``). Assigning a value that is not plain
+        is a ``UsageError``, and so is a change in a lane whose step is not committed.
 
         Example:
             >>> run.state["best"] = max(run.state.get("best", 0.0), 0.93)
         """
-        return self._user_state
+        return self._parts.user_state
 
     def every(self, period: int | Literal["epoch"]) -> bool:
         """Return True once per ``period`` steps, in the iteration that committed the step, on every worker alike.
@@ -478,7 +264,7 @@ class Run:
         self._loop.require_open()
         if isinstance(count, bool) or not isinstance(count, int) or count < 0:
             raise UsageError(f"run.epochs({count!r}): pass the number of epochs, a whole number of 0 or more.")
-        return self._epoch_loops.iterate(count)
+        return self._parts.epoch_loops.iterate(count)
 
     @explain_unknown("run.shard", {"batch_size": BATCH_SIZE})
     def shard(
@@ -521,15 +307,7 @@ class Run:
             UsageError: An argument cannot work.
         """
         options = self._options(
-            pin_memory,
-            global_batch=global_batch,
-            epochs=epochs,
-            shuffle=shuffle,
-            drop_last=drop_last,
-            sampler=sampler,
-            num_workers=num_workers,
-            collate_fn=collate_fn,
-            prefetch_factor=prefetch_factor,
+            global_batch, shuffle, epochs, drop_last, num_workers, collate_fn, pin_memory, sampler, prefetch_factor
         )
         return Shard(self._loop, dataset, options)
 
@@ -584,21 +362,36 @@ class Run:
             ...     optimizer.zero_grad()
         """
         options = self._options(
-            pin_memory,
+            global_batch, shuffle, epochs, drop_last, num_workers, collate_fn, pin_memory, sampler, prefetch_factor
+        )
+        return Steps(self._loop, self._parts.phases, dataset, options, overlap)
+
+    def _options(
+        self,
+        global_batch: int,
+        shuffle: bool,
+        epochs: int,
+        drop_last: bool,
+        num_workers: int,
+        collate_fn: Callable[[list[Any]], Any] | None,
+        pin_memory: bool | None,
+        sampler: Iterable[int] | None,
+        prefetch_factor: int | None,
+    ) -> LoaderOptions:
+        """Return the arguments that ``shard`` and ``steps`` share, in the order of their signatures, as one value."""
+        return LoaderOptions(
+            lanes=self.lanes,
+            seed=self.seed,
             global_batch=global_batch,
-            epochs=epochs,
             shuffle=shuffle,
+            epochs=epochs,
             drop_last=drop_last,
-            sampler=sampler,
             num_workers=num_workers,
             collate_fn=collate_fn,
+            pin_memory=self.device.type == "cuda" if pin_memory is None else pin_memory,
+            sampler=sampler,
             prefetch_factor=prefetch_factor,
         )
-        return Steps(self._loop, self._phases, dataset, options, overlap)
-
-    def _options(self, pin_memory: bool | None, **given: Any) -> LoaderOptions:
-        pins = self.device.type == "cuda" if pin_memory is None else pin_memory
-        return LoaderOptions(lanes=self.lanes, seed=self.seed, pin_memory=pins, **given)
 
     def weigh(self, weight: float) -> None:
         """Set the weight of the current lane (its number of tokens, for example) instead of its number of samples.
@@ -671,7 +464,7 @@ class Run:
         self._loop.require_open()
         self._loop.require_collective("run.evaluate(...)", "result = run.evaluate(...)")
         return self._collective(
-            lambda: self._evaluations.evaluate(
+            lambda: self._parts.evaluations.evaluate(
                 fn, dataset, step=self.step, global_batch=global_batch, num_workers=num_workers, collate_fn=collate_fn
             )
         )
@@ -800,7 +593,8 @@ class Run:
 
         Args:
             what: What this worker does, for messages: "saving the best model".
-            limit_s: After so many seconds the worker counts as hung if the others wait for it for another ``--hang-timeout``.
+            limit_s: For how many seconds the agent tolerates the work. If the block takes longer, and the others then wait for
+                another ``--hang-timeout``, the agent kills this worker as hung.
 
         Returns:
             A context manager.
@@ -813,7 +607,7 @@ class Run:
             ...     with run.alone("saving the best model"):
             ...         torch.save(model.state_dict(), "best.pt")
         """
-        return self._alone_work.announce(what, limit_s)
+        return self._parts.alone_work.announce(what, limit_s)
 
     def _collective(self, call: Callable[[], T]) -> T:
         """Call ``call`` together with all workers. Between loops, a script that is replayed gets the recorded result."""
@@ -831,70 +625,10 @@ class Run:
 
         The optimizers get their own ``step`` back. It may be called twice.
         """
-        checkpoints = self._checkpoints
-        if checkpoints is not None and self._undo:
-            if sys.exc_info()[0] is None and self._state.began:
-                self._replay.end_script()
-                with suppress(PeerError):  # the other workers are gone, and their parts with them
-                    checkpoints.finish(self.step)
-            checkpoints.close()
-        while self._undo:
-            self._undo.pop()()
-        if self._owns_comm:
-            self.comm.close()
+        self._parts.close()
 
     def __enter__(self) -> Run:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _one_module(model: Any) -> Any:
-    """Several models become one module, which contains them."""
-    if isinstance(model, Mapping) and model and all(isinstance(each, nn.Module) for each in model.values()):
-        return nn.ModuleDict(model)
-    if isinstance(model, (list, tuple)) and model and all(isinstance(each, nn.Module) for each in model):
-        return nn.ModuleList(model)
-    return model
-
-
-def _require_sense(
-    model: Any,
-    lanes: int | None,
-    seed: int,
-    threads: int | None,
-    bucket_mb: float,
-    timeout_s: float,
-    log_every: int,
-    verify_every: int,
-) -> None:
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"Run takes a torch.nn.Module first, not a {type(model).__name__}: lockstep.Run(model, optimizer, ...).")
-    for module in model.modules():
-        if isinstance(module, nn.SyncBatchNorm):
-            raise UsageError(
-                "the model has SyncBatchNorm, which talks to all workers in every forward, and they have different numbers of "
-                "lanes. Use BatchNorm: Run averages its statistics over lanes."
-            )
-    for name, value, least in (
-        ("lanes", lanes, 1),
-        ("threads", threads, 1),
-        ("log_every", log_every, 1),
-        ("verify_every", verify_every, 0),
-    ):
-        if value is not None and (not isinstance(value, int) or value < least):
-            raise UsageError(f"{name}={value!r} is not a number of {least} or more. Pass a whole number.")
-    if not isinstance(seed, int):
-        raise UsageError(f"seed={seed!r} is not a whole number. Pass an int.")
-    if not bucket_mb > 0 or not timeout_s > 0:
-        raise UsageError(f"bucket_mb={bucket_mb} and timeout_s={timeout_s} must both be positive.")
-
-
-def _require_checkpoint(checkpoint: Any, resume: str | os.PathLike[str], override: Sequence[str]) -> None:
-    if checkpoint is None and (resume != "auto" or override):
-        given = f"resume={resume!r}" if resume != "auto" else f"override={override!r}"
-        raise UsageError(
-            f"{given} without checkpoint=: this run saves nothing, and has no folder to resume from. Name one: "
-            'lockstep.Run(..., checkpoint="checkpoints").'
-        )

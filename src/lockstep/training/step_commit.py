@@ -6,10 +6,12 @@ from lockstep.data.seeding import seed_everything
 from lockstep.elastic.collective_journal import CollectiveJournal
 from lockstep.elastic.worker_group import WorkerGroup
 from lockstep.errors import UsageError
-from lockstep.gradients.lane_engine import EngineState, LaneEngine
+from lockstep.gradients.engine_state import EngineState
+from lockstep.gradients.lane_engine import LaneEngine
 from lockstep.observe.ledger import Ledger
 from lockstep.plan.samples import PHASE, lane_seed
 from lockstep.training.progress import Progress
+from lockstep.training.user_state import UserState
 
 
 class StepCommit:
@@ -21,11 +23,12 @@ class StepCommit:
         engine: LaneEngine,
         workers: WorkerGroup,
         journal: CollectiveJournal,
+        user_state: UserState,
         ledger: Ledger | None,
         seed: int,
     ) -> None:
         self._progress, self._engine, self._workers, self._journal = progress, engine, workers, journal
-        self._ledger, self._seed = ledger, seed
+        self._user_state, self._ledger, self._seed = user_state, ledger, seed
         self._samples: dict[int, list[int]] = {}
         self._recorded = (-1, -1)  # the step and the generation whose samples are in the ledger
 
@@ -35,6 +38,11 @@ class StepCommit:
 
     def start_step(self) -> None:
         self._samples = {}
+        self._user_state.start_step()
+
+    def end_lane(self) -> None:
+        """The loop body of a lane that did not commit the step has ended: it must not have changed ``run.state``."""
+        self._user_state.require_unchanged()
 
     def note_samples(self, lane: int, samples: list[int]) -> None:
         """Note which samples a lane of this step contains, for the ledger."""
@@ -69,6 +77,7 @@ class StepCommit:
         """Commit the step. StepGate calls it after an optimizer's step, or after a GradScaler has skipped one."""
         loop = self._progress.loop
         if loop is not None and not loop.committed and not loop.has_phases:
+            self._user_state.require_unchanged()
             self.commit_phase()
             self.commit_step()
 

@@ -13,14 +13,23 @@ from lockstep.errors import UsageError
 
 
 class UserState(MutableMapping[str, Any]):
-    """A mapping from names to plain values and tensors. ``is_settable()`` says whether the script may change it now."""
+    """A mapping from names to plain values and tensors. ``is_settable()`` says whether the script may change it now.
+
+    The script gets the values themselves, so it can change a list, a dict or a tensor in place. If it reads one while the state is
+    not settable, ``require_unchanged`` finds such a change at the end of the lane.
+    """
 
     def __init__(self, is_settable: Callable[[], bool]) -> None:
         self._values: dict[str, Any] = {}
         self._is_settable = is_settable
+        self._read: dict[str, Any] = {}
+        """The outlines of the values that the script has read in the current lane."""
 
     def __getitem__(self, name: str) -> Any:
-        return self._values[name]
+        value = self._values[name]
+        if isinstance(value, (Tensor, list, tuple, dict)) and name not in self._read and not self._is_settable():
+            self._read[name] = _outline(value)
+        return value
 
     def __setitem__(self, name: str, value: Any) -> None:
         self._require_settable(f"run.state[{name!r}] = ...")
@@ -48,11 +57,41 @@ class UserState(MutableMapping[str, Any]):
 
     def restore(self, values: Mapping[str, Any]) -> None:
         """Adopt what ``capture`` returned, on this worker or another one."""
-        self._values = dict(values)
+        self._values, self._read = dict(values), {}
+
+    def start_step(self) -> None:
+        """A step begins: forget what was read in a lane that did not end."""
+        self._read = {}
+
+    def require_unchanged(self) -> None:
+        """Require that the script has changed no value in place that it has read in this lane. Called when the lane ends.
+
+        Raises:
+            UsageError: It has.
+        """
+        read, self._read = self._read, {}
+        for name, outline in read.items():
+            if _outline(self._values[name]) != outline:
+                raise _too_early(f"run.state[{name!r}] was changed in place")
 
     def _require_settable(self, call: str) -> None:
         if not self._is_settable():
-            raise UsageError(
-                f"{call} was called before the step was committed. The loop body runs once per lane, so the value would depend on "
-                "the number of workers. Set it after opt.step(), under `if run.committed:`, or after the loop."
-            )
+            raise _too_early(f"{call} was called")
+
+
+def _too_early(what: str) -> UsageError:
+    return UsageError(
+        f"{what} before the step was committed. The loop body runs once per lane, so the value would depend on the number of "
+        "workers. Change it after opt.step(), under `if run.committed:`, or after the loop."
+    )
+
+
+def _outline(value: Any) -> Any:
+    """Return a value that differs from an earlier one if plain data was changed in place. It does not read tensors."""
+    if isinstance(value, Tensor):
+        return id(value), None if value.is_inference() else value._version
+    if isinstance(value, (list, tuple)):
+        return [_outline(each) for each in value]
+    if isinstance(value, dict):
+        return {key: _outline(each) for key, each in value.items()}
+    return value

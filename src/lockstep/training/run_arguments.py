@@ -1,0 +1,89 @@
+"""RunArguments: what ``lockstep.Run`` was given, checked before anything is constructed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from lockstep.comm.base import Comm
+from lockstep.errors import UsageError
+from lockstep.observe.log import Sink
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunArguments:
+    """The arguments of ``lockstep.Run``, under the names they have there. ``objects``: the optimizers and schedulers.
+
+    Raises:
+        UsageError: If an argument cannot work, on construction.
+    """
+
+    model: nn.Module
+    objects: tuple[Any, ...]
+    lanes: int | None
+    exact: bool
+    seed: int
+    threads: int | None
+    comm: Comm | str | None
+    bucket_mb: float
+    timeout_s: float
+    log_every: int
+    on_log: Sink | None
+    checkpoint: str | os.PathLike[str] | None
+    every: str
+    keep: int
+    resume: str | os.PathLike[str]
+    override: Sequence[str]
+    verify_every: int
+
+    def __post_init__(self) -> None:
+        self._check_model()
+        self._check_numbers()
+        self._check_checkpoint()
+
+    def _check_model(self) -> None:
+        if not isinstance(self.model, nn.Module):
+            raise UsageError(
+                f"Run takes a torch.nn.Module first, not a {type(self.model).__name__}: lockstep.Run(model, optimizer, ...)."
+            )
+        for module in self.model.modules():
+            if isinstance(module, nn.SyncBatchNorm):
+                raise UsageError(
+                    "the model has SyncBatchNorm, which talks to all workers in every forward, and they have different numbers of "
+                    "lanes. Use BatchNorm: Run averages its statistics over lanes."
+                )
+
+    def _check_numbers(self) -> None:
+        for name, value, least in (
+            ("lanes", self.lanes, 1),
+            ("threads", self.threads, 1),
+            ("log_every", self.log_every, 1),
+            ("verify_every", self.verify_every, 0),
+        ):
+            if value is not None and (not isinstance(value, int) or value < least):
+                raise UsageError(f"{name}={value!r} is not a number of {least} or more. Pass a whole number.")
+        if not isinstance(self.seed, int):
+            raise UsageError(f"seed={self.seed!r} is not a whole number. Pass an int.")
+        if not self.bucket_mb > 0 or not self.timeout_s > 0:
+            raise UsageError(f"bucket_mb={self.bucket_mb} and timeout_s={self.timeout_s} must both be positive.")
+
+    def _check_checkpoint(self) -> None:
+        if self.checkpoint is None and (self.resume != "auto" or self.override):
+            given = f"resume={self.resume!r}" if self.resume != "auto" else f"override={self.override!r}"
+            raise UsageError(
+                f"{given} without checkpoint=: this run saves nothing, and has no folder to resume from. Name one: "
+                'lockstep.Run(..., checkpoint="checkpoints").'
+            )
+
+
+def one_module(model: Any) -> Any:
+    """Return one module that contains several models, given as a list or a dict. Anything else is returned as it is."""
+    if isinstance(model, Mapping) and model and all(isinstance(each, nn.Module) for each in model.values()):
+        return nn.ModuleDict(model)
+    if isinstance(model, (list, tuple)) and model and all(isinstance(each, nn.Module) for each in model):
+        return nn.ModuleList(model)
+    return model
