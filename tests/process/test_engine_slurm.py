@@ -1,0 +1,70 @@
+"""`lockstep run --engine slurm`: a real slurmctld with three slurmd, on hosts in network namespaces (tests/slurm.py)."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine_job import DEADLINE_S, EngineJob
+from tests.hosts import Hosts
+from tests.slurm import OVER, Slurm, missing_slurm
+from tests.training_run import SCRIPT
+
+
+@pytest.fixture
+def slurm(hosts: Callable[[int], Hosts]) -> Iterator[Slurm]:
+    if reason := missing_slurm():
+        pytest.skip(reason)
+    with Slurm(hosts(3)) as made:
+        yield made
+
+
+class SlurmJob(EngineJob):
+    """An sbatch script that calls `lockstep run --engine slurm` on three nodes."""
+
+    def __init__(self, slurm: Slurm, folder: Path, *options: str, **settings: Any) -> None:
+        super().__init__(folder, self.printed, lambda: slurm.job(self.id)["JobState"] in OVER)
+        command = f'"{sys.executable}" -m lockstep run --engine slurm --run-dir run "{SCRIPT}"'
+        tasks = ["--nodes=3", "--ntasks-per-node=1", "--no-kill", "--open-mode=append"]
+        self.id = slurm.sbatch(f"#!/bin/sh\n{command}\n", *tasks, *options, cwd=folder, env=self.environment(settings))
+
+    def printed(self) -> str:
+        path = self.folder / f"slurm-{self.id}.out"
+        return path.read_text() if path.exists() else ""
+
+
+def test_the_bits_of_one_process_although_an_agent_and_a_task_are_killed(slurm: Slurm, tmp_path: Path, expected: str) -> None:
+    job = SlurmJob(slurm, tmp_path, hold_at=10, hold_s=0.3)
+    job.wait_for_step(10)
+    (agent,) = slurm.hosts.pids_of("b", "-m lockstep agent")
+    os.kill(agent, signal.SIGKILL)
+    job.wait_for_size(2)
+    job.wait_for_size(3)  # the task has started another agent
+    assert "the agent on n2 was killed by SIGKILL and is started again" in job.output()
+    (task,) = slurm.hosts.pids_of("c", "attached_agent")
+    os.kill(task, signal.SIGKILL)
+    job.wait_for_size(2)
+    job.hurry()
+    assert slurm.wait(job.id, DEADLINE_S) == "COMPLETED", job.output()
+    assert job.results() == {expected}, job.output()
+    assert slurm.job(job.id)["Restarts"] == "0"
+    assert len(job.generations()) == 4, job.output()  # 3, 2, 3 and 2 workers: nobody else was started again
+
+
+@pytest.mark.slow
+def test_the_signal_before_the_time_limit_saves_and_the_job_is_requeued(slurm: Slurm, tmp_path: Path, expected: str) -> None:
+    job = SlurmJob(slurm, tmp_path, "--requeue", hold_at=20, checkpoint=tmp_path / "checkpoints")
+    job.wait_for_step(20)
+    slurm.output("scancel", "--signal=TERM", job.id)  # to all steps of the job, as --signal=TERM@60 does
+    job.wait_until(lambda: slurm.job(job.id)["Restarts"] == "1", "the job is requeued")
+    job.hurry()
+    assert slurm.wait(job.id, DEADLINE_S) == "COMPLETED", job.output()
+    assert job.results() == {expected}, job.output()
+    assert re.search(r"lockstep: resumed at step 2\d from ", job.output()), job.output()
