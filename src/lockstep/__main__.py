@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import lockstep
 from lockstep.checkpoint import checkpoint_command
 from lockstep.cluster import command_line as cluster_command_line
+from lockstep.doctor import doctor_command
 from lockstep.engines import command_line as engines_command_line
 from lockstep.engines import render_command
 from lockstep.errors import UsageError
@@ -38,6 +39,7 @@ def _parser() -> Parser:
     engines_command_line.add_options(commands.choices["run"])
     checkpoint_command.add_parser(commands)
     render_command.add_parser(commands)
+    doctor_command.add_parser(commands)
     return parser
 
 

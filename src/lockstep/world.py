@@ -19,6 +19,8 @@ from urllib.parse import urlparse
 
 from lockstep.errors import UsageError
 
+AGENT_STORE = "agent:"
+"""The rendezvous of workers whose agent serves their store."""
 COMMS = ("auto", "shm", "twolevel", "gloo", "nccl")
 
 
@@ -168,9 +170,14 @@ def machine_name() -> str:
         return socket.gethostname()
 
 
+def requested_machine() -> str:
+    """Returns the value of LOCKSTEP_MACHINE: processes with different values do not share memory. Empty if it is not set."""
+    return os.environ.get("LOCKSTEP_MACHINE", "")
+
+
 def machine_label() -> str:
     """Returns the name of this machine for people, and in the messages of agents: ``LOCKSTEP_MACHINE``, or the host name."""
-    return os.environ.get("LOCKSTEP_MACHINE") or socket.gethostname()
+    return requested_machine() or socket.gethostname()
 
 
 def gloo_address() -> str:
@@ -191,6 +198,7 @@ def _from_lockstep(env: Mapping[str, str]) -> World | None:
     store = env.get("LOCKSTEP_STORE", "")
     parsed = urlparse(store)
     is_address = (parsed.scheme == "tcp" and parsed.hostname and parsed.port) or (parsed.scheme == "file" and parsed.path)
+    is_address = is_address or (store == AGENT_STORE and "LOCKSTEP_AGENT_FD" in env)
     if size > 1 and not is_address:
         raise UsageError(
             f"LOCKSTEP_SIZE={size} needs a rendezvous, but LOCKSTEP_STORE={store!r}. "

@@ -170,6 +170,46 @@ def test_a_machine_leaves_and_the_run_stops_and_resumes(make: Callable[..., Clus
         assert cluster.result() == expected, cluster.dump()
 
 
+WITHOUT_RUN = """
+import hashlib, os, signal, sys
+import torch
+import torch.distributed as dist
+import lockstep
+from tests.models import MLP, batch, loss_of, part
+
+world = lockstep.World.detect()
+if "torch" in sys.argv:
+    dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = lockstep.replicate(MLP(), timeout_s=20)
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(5):
+    x, y = batch(step, 24)
+    loss_of(model, part(x, world.rank, world.size), part(y, world.rank, world.size)).backward()
+    if step == 2 and world.rank == 3 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+    opt.step()
+    opt.zero_grad()
+name = lockstep.replica_of(model).comm.name
+digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
+open(f"done-{world.rank}", "w").write(f"{name} {world.size} {digest}\\n")
+"""
+
+
+@pytest.mark.parametrize("group", ["lockstep", "torch"])
+def test_scripts_without_run_find_each_other_and_are_started_again(
+    make: Callable[..., Cluster], tmp_path: Path, group: str
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(WITHOUT_RUN.replace("\\\\n", "\\n"))
+    with make(2, script=script, args=[group]) as cluster:
+        cluster.start()
+        result = cluster.result()
+        assert result.startswith("twolevel 4 "), cluster.dump()
+        assert "All workers are stopped and start again (restart 1 of 3)" in cluster.head["a"].stderr(), cluster.dump()
+        assert len(cluster.notes("done")) == 4
+
+
 def test_machines_that_do_not_share_the_checkpoint_folder_are_named(make: Callable[..., Cluster], tmp_path: Path) -> None:
     place = tmp_path / "place"
     place.mkdir()

@@ -39,7 +39,7 @@ def require_common_place(storage: Storage, comm: Comm) -> None:
     for reader, unseen in enumerate(found):
         if unseen:
             raise UsageError(
-                f"checkpoint={storage.url!r} is not the same place for all machines: machine {writers[reader]} (rank {reader}) does "
+                f"checkpoint={storage.url!r} is not one place for all machines: machine {writers[reader]} (rank {reader}) does "
                 f"not see what machine {writers[unseen[0]]} (rank {unseen[0]}) has written there. Name a folder that all machines "
                 "share, or a URL such as s3://bucket/run."
             )

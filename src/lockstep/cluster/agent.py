@@ -13,13 +13,13 @@ import signal
 import socket
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import lockstep
 from lockstep.cluster import protocol
 from lockstep.cluster.head_link import HeadCallbacks, HeadLink, HeadList
 from lockstep.cluster.messages import Message
-from lockstep.cluster.own_addresses import reachable_host
+from lockstep.cluster.own_addresses import interface_of, reachable_host
 from lockstep.cluster.reachability import Reachability
 from lockstep.cluster.run_memory import RunMemory
 from lockstep.cluster.tls import ClientTls
@@ -176,6 +176,9 @@ class Agent:
             self._machine.send(message["workers"], message["packet"])
         elif kind == "registered":
             self._on_registered(message)
+        elif kind == "standby":
+            self._is_registered = False
+            self._link.start_over()
         elif kind == "refused":
             self._end(1, message["why"])
         elif kind == "probe":
@@ -240,6 +243,8 @@ class Agent:
         except (TypeError, ValueError) as error:
             self._end(1, f"the head has sent an order that makes no sense ({error})")
             return
+        interface = interface_of(self._address)
+        places = {id: replace(place, interface=interface) for id, place in places.items()}
         self._memory.spawned(list(places))
         if any(place.rank == 0 for place in places.values()):
             self._memory.main_worker = next(id for id, place in places.items() if place.rank == 0)

@@ -101,9 +101,6 @@ class Head:
             callbacks,
             tls=tls,
             on_refused=lambda address, why: run_folder.record("refused", address=str(address), why=why),
-            max_openings=256,
-            max_openings_of_one_host=256,
-            max_waiting=1024,
         )
 
     @property
@@ -204,6 +201,10 @@ class Head:
                 channel, f"machine {given.machine} belongs to another run. Stop its agent, and start it again for this run."
             )
             return
+        is_under_way = bool(given.report.workers) or given.report.generation >= 0
+        if self._phase is _Phase.GATHERING and given.head_index > 0 and not is_under_way:
+            self._send_away(channel)  # only the first head of the list begins a run
+            return
         now = time.monotonic()
         machine = self._channels[channel] = Machine(given, channel, self._loop.clock.now(), now)
         self._is_only_head = self._is_only_head and given.heads == 1
@@ -224,6 +225,12 @@ class Head:
     def _refuse(self, channel: Channel, why: str) -> None:
         self._console.say(f"an agent at {channel.peer_address} was refused: {why}")
         channel.send({"type": "refused", "why": f"the head has refused this agent: {why}"})
+        channel.flush(0.5)
+        channel.close()
+        self._channels.pop(channel, None)
+
+    def _send_away(self, channel: Channel) -> None:
+        channel.send({"type": "standby"})
         channel.flush(0.5)
         channel.close()
         self._channels.pop(channel, None)
@@ -273,12 +280,11 @@ class Head:
             if machine.given.room:
                 self._supervisor.decide(events.MachineJoined(machine.name, machine.given.room))
             return
-        if machine.given.run_id and (report.workers or report.generation >= 0):
+        if report.workers or report.generation >= 0:
             self._phase = _Phase.RECOVERING
             self._recovering_since = self._recovering_since or time.monotonic()
             return
-        is_first_head = machine.given.head_index == 0
-        if self._phase is _Phase.GATHERING and self._machines.room >= self._settings.min_workers and is_first_head:
+        if self._phase is _Phase.GATHERING and self._machines.room >= self._settings.min_workers:
             self._start()
 
     # -- the run -----------------------------------------------------------------------------------------
@@ -308,6 +314,8 @@ class Head:
             return
         members = newest(reports).members
         if members and not self._may_continue(members, [id for id in members if id not in missing]):
+            if not self._is_only_head:
+                self._give_up("too few members of the run have registered here")
             return
         self._phase, self._recovering_since = _Phase.RUNNING, None
         decision, dropped = recover(self._settings.run.policy, reports, self._loop.clock.now())
@@ -346,7 +354,7 @@ class Head:
         state = self._supervisor.state
         left = [id for id in state.members if id not in workers]
         if state.generation >= 0 and not state.ended and not self._may_continue(state.formed, left) and not self._is_ending:
-            self._lose_run(f"machine {machine.name} is lost ({why})")
+            self._give_up(f"machine {machine.name} is lost ({why}), and too few members of the run are left")
             return
         room = 0 if machine.is_leaving else machine.given.room
         how = f"machine {machine.name} is lost: {why}" if workers or room else f"machine {machine.name} has left the run"
@@ -356,19 +364,18 @@ class Head:
     def _is_ending(self) -> bool:
         return self._supervisor is not None and self._supervisor.is_ending
 
-    def _lose_run(self, why: str) -> None:
-        """Too few members are left to continue. Their machines may come back, to this head or to another one."""
-        self._console.say(f"{why}, and too few members of the run are left. Waiting for their machines to register again.")
-        assert self._supervisor is not None
-        self._supervisor.close()
-        self._supervisor = None
+    def _give_up(self, why: str) -> None:
+        """Too few members are here to continue the run. Their machines may register again, here or with another head."""
+        self._console.say(f"{why}. Waiting for the machines to register again.")
+        if self._supervisor is not None:
+            self._supervisor.close()
+            self._supervisor = None
         self._phase, self._recovering_since = _Phase.GATHERING, None
         self._machines = RemoteMachines()
-        for channel in list(self._channels):
-            channel.close()
-        self._channels.clear()
         self._candidates.clear()
         self._early.clear()
+        for channel in list(self._channels):
+            self._send_away(channel)
 
     def _leave(self, machine: Machine, why: str) -> None:
         if not machine.is_leaving:

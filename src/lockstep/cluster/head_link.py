@@ -132,6 +132,13 @@ class HeadLink:
                 channel.close()
                 self._on_closed(channel, f"the head at {channel.peer_address} has not answered for {self.heartbeat_timeout_s:g} s")
 
+    def start_over(self) -> None:
+        """This head has no use for the agent: try the first one of the list again."""
+        if self._channel is not None:
+            self._channel.close()
+            self._channel, self._was_open, self._index = None, False, -1
+            self._retry_at = time.monotonic() + _RETRY_S
+
     def close(self) -> None:
         if self._channel is not None:
             self._channel.flush(1.0)

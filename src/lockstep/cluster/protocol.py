@@ -59,6 +59,7 @@ FROM_AGENT: Table = {
 FROM_HEAD: Table = {
     "registered": {"run_id": str, "heartbeat_timeout_s": float, "hang_timeout_s": float, "send_kept": bool},
     "refused": {"why": str},
+    "standby": {},
     "probe": {"machines": dict[str, str]},
     "spawn": {"settings": dict, "places": dict[str, Any]},
     "send": {"workers": list[int], "packet": dict},

@@ -150,5 +150,5 @@ class StoreTimeoutError(StoreWaitError):
 class AbortableStore(dist.Store):
     """A store whose ``wait`` ends within a millisecond of its keys being set, and with ``StoreWaitError`` if it is aborted.
 
-    The base class of elastic/agent_store.py. torch's own stores poll, log every timeout, or cannot be interrupted.
+    The base class of comm/agent_store.py. torch's own stores poll, log every timeout, or cannot be interrupted.
     """

@@ -68,7 +68,7 @@ def parse_hosts(text: str, per_host: int | None) -> list[Host]:
 def run(given: argparse.Namespace) -> int:
     """Execute `lockstep run --hosts`. Returns the exit code of the run."""
     hosts = parse_hosts(given.hosts, given.n)
-    ssh = _ssh_command(given.ssh or os.environ.get("LOCKSTEP_SSH") or "ssh")
+    ssh = ssh_command(given.ssh or os.environ.get("LOCKSTEP_SSH") or "ssh")
     refuse_debugger(given, "--hosts")
     script_words(given)
     others = [host for host in hosts if not host.is_local]
@@ -96,9 +96,13 @@ def agent_start(host: Host, ssh: Sequence[str], python: str, folder: str, words:
     explain = partial(_explain, host.name, shlex.join([*ssh, host.name]), python, folder)
     if host.is_local:
         return AgentStart(host.name, tuple(agent), explain)
+    return AgentStart(host.name, remote_command(host, ssh, folder, agent), explain)
+
+
+def remote_command(host: Host, ssh: Sequence[str], folder: str, words: Sequence[str]) -> tuple[str, ...]:
+    """Returns the command that executes ``words`` on ``host``, in ``folder``."""
     options = [word for option in _OPTIONS for word in ("-o", option)]
-    remote = f"cd {shlex.quote(folder)} && exec {shlex.join(agent)}"
-    return AgentStart(host.name, (*ssh, *options, "-T", "--", host.name, remote), explain)
+    return (*ssh, *options, "-T", "--", host.name, f"cd {shlex.quote(folder)} && exec {shlex.join(words)}")
 
 
 def _explain(host: str, ssh: str, python: str, folder: str, last_line: str, code: int) -> str:
@@ -113,7 +117,8 @@ def _explain(host: str, ssh: str, python: str, folder: str, last_line: str, code
     )
 
 
-def _ssh_command(text: str) -> list[str]:
+def ssh_command(text: str) -> list[str]:
+    """Returns the words of ``--ssh`` or ``LOCKSTEP_SSH``. Raises UsageError if there is no such program."""
     try:
         words = shlex.split(text)
     except ValueError as error:

@@ -199,7 +199,6 @@ class LocalMachine:
         self._processes.kill_all()
 
     def forget_workers(self) -> None:
-        self._run_folder.remove_store()
         self._master_port.close()
         self._master_port = MasterPort()
 

@@ -334,6 +334,7 @@ class Supervisor:
         """All workers are gone. Those that are started in their place must not meet what the others have left."""
         self._exit_status.workers_restart()
         self._machines.forget_workers()
+        self._store.begin(self._state.generation)
         self._ranks, self.finished = {}, {}
 
     def _form(self, action: events.Form) -> None:
