@@ -5,6 +5,7 @@ Knows heartbeats, not what other messages mean.
 
 from __future__ import annotations
 
+import ipaddress
 import selectors
 import time
 from collections.abc import Callable, Sequence
@@ -32,8 +33,8 @@ class HeadList:
 
     @property
     def count(self) -> int:
-        """How many heads there may be at the same time."""
-        return len(self.fixed) if self.file is None else 2  # the head may move while an agent still has the old address
+        """How many heads there may be at the same time. A head whose address is in a file, or is a name, may move."""
+        return len(self.fixed) if self.file is None and all(_is_fixed(head.host) for head in self.fixed) else 2
 
     def addresses(self) -> list[Address]:
         """The addresses to try. Empty if the file does not exist yet, or contains none."""
@@ -44,6 +45,15 @@ class HeadList:
                 return [Address.parse(file.read(1024))]
         except (OSError, ValueError, UsageError):
             return []
+
+
+def _is_fixed(host: str) -> bool:
+    """Whether the host is an IP address, at which only one process can listen, and no name that may stand for another one later."""
+    try:
+        ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return host == "localhost"
+    return True
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,10 @@ class RemoteMachines:
         return min((machine.given.threads for machine in self._machines), default=1)
 
     def add(self, machine: Machine) -> None:
-        self._machines.append(machine)
+        """The machine of the head comes first: of two halves of a run, the one with the first member may continue."""
+        channel = machine.channel
+        is_here = channel.local_address is not None and channel.local_address.host == channel.peer_address.host
+        self._machines.insert(0 if is_here else len(self._machines), machine)
 
     def adopt(self, machine: Machine, workers: Iterable[int]) -> None:
         """These workers run on the machine already."""
