@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ from tests.engine_job import DEADLINE_S, EngineJob
 from tests.hosts import Hosts
 from tests.slurm import OVER, Slurm, missing_slurm
 from tests.training_run import SCRIPT
+from tests.waiting import wait_until
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ class SlurmJob(EngineJob):
         super().__init__(folder, self.printed, lambda: slurm.job(self.id)["JobState"] in OVER)
         command = f'"{sys.executable}" -m lockstep run --engine slurm --run-dir run "{SCRIPT}"'
         tasks = ["--nodes=3", "--ntasks-per-node=1", "--no-kill", "--open-mode=append"]
-        self.id = slurm.sbatch(f"#!/bin/sh\n{command}\n", *tasks, *options, cwd=folder, env=self.environment(settings))
+        self.id = slurm.sbatch(f"#!/bin/sh\nexec {command}\n", *tasks, *options, cwd=folder, env=self.environment(settings))
 
     def printed(self) -> str:
         path = self.folder / f"slurm-{self.id}.out"
@@ -61,10 +61,22 @@ def test_the_bits_of_one_process_although_an_agent_and_a_task_are_killed(slurm: 
 @pytest.mark.slow
 def test_the_signal_before_the_time_limit_saves_and_the_job_is_requeued(slurm: Slurm, tmp_path: Path, expected: str) -> None:
     job = SlurmJob(slurm, tmp_path, "--requeue", hold_at=20, checkpoint=tmp_path / "checkpoints")
-    job.wait_for_step(20)
-    slurm.output("scancel", "--signal=TERM", job.id)  # to all steps of the job, as --signal=TERM@60 does
-    job.wait_until(lambda: slurm.job(job.id)["Restarts"] == "1", "the job is requeued")
+    for restarts, options in enumerate(([], ["--batch"]), 1):  # as --signal=TERM@60 and --signal=B:TERM@60 do
+        job.wait_for_step(20 + 2 * restarts)
+        slurm.output("scancel", "--signal=TERM", *options, job.id)
+        job.wait_until(lambda count=str(restarts): slurm.job(job.id)["Restarts"] == count, "the job is requeued")
+        job.wait_until(lambda count=restarts: job.output().count("lockstep: resumed at step") == count, "the run is resumed")
     job.hurry()
     assert slurm.wait(job.id, DEADLINE_S) == "COMPLETED", job.output()
     assert job.results() == {expected}, job.output()
-    assert re.search(r"lockstep: resumed at step 2\d from ", job.output()), job.output()
+
+
+def test_a_job_that_is_cancelled_ends_everywhere_and_is_not_requeued(slurm: Slurm, tmp_path: Path) -> None:
+    job = SlurmJob(slurm, tmp_path, "--requeue", hold_at=5, checkpoint=tmp_path / "checkpoints")
+    job.wait_for_step(5)
+    slurm.output("scancel", job.id)
+    assert slurm.wait(job.id, DEADLINE_S) == "CANCELLED", job.output()
+    for host in slurm.hosts.names:
+        wait_until(lambda host=host: not slurm.hosts.pids_of(host, "-m lockstep"), f"nothing is left on {host}", 20)
+    assert slurm.job(job.id)["Restarts"] == "0", job.output()
+    assert "requeued" not in job.output()
