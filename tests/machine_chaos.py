@@ -155,9 +155,7 @@ class MachineChaos:
         self._wait_until(lambda: self.cluster.step() >= self._schedule.await_step, f"step {self._schedule.await_step}", 60.0)
 
     def _start_head(self, host: str, min_workers: int = 1) -> None:
-        self.cluster.start_head(
-            host, "--ledger", "--max-respawns", "50", min_workers=min_workers, hang_timeout_s=HANG_TIMEOUT_S
-        )
+        self.cluster.start_head(host, "--ledger", "--max-respawns", "50", min_workers=min_workers, hang_timeout_s=HANG_TIMEOUT_S)
 
     def _start_agent(self, host: str) -> None:
         self.cluster.start_agent(host, "--head-timeout", str(HEAD_TIMEOUT_S), "--connect-timeout", str(HEAD_TIMEOUT_S))
@@ -221,8 +219,8 @@ class MachineChaos:
     def _may_lose(self, workers: set[int]) -> bool:
         """Whether the run can go on for ever without these workers."""
         members = self._members
-        if not members:
-            return False
+        if not members:  # there is no state to lose yet; of the workers, enough must stay to begin
+            return not self._active
         left = self._keepers() - workers
         return bool(left) and (self._schedule.heads == "a" or has_majority(members, sorted(left, key=members.index)))
 
@@ -254,7 +252,7 @@ class MachineChaos:
             return f"{fault.kind}: nobody runs"
         worker = sorted(running)[int(fault.pick * len(running))]
         text = f"{fault.kind} {worker} on {self._host_of[worker]}"
-        if worker in self._members and not self._may_lose({worker}):
+        if (worker in self._members or not self._members) and not self._may_lose({worker}):
             return f"{text}: not possible"
         if fault.kind == "raise":
             if worker not in self._members:
@@ -282,8 +280,8 @@ class MachineChaos:
         }
         if kind in ("kill agent", "leave"):
             agent = cluster.agent[host]
-            if agent.process.poll() is not None:
-                return ": it has ended"
+            if agent.process.poll() is not None or not agent.events("begin"):
+                return ": it does not run"
             cluster.kill_agent(host, signal.SIGKILL if kind == "kill agent" else signal.SIGTERM)
             self._doubtful |= dict.fromkeys(mine, math.inf)
             if kind == "leave":

@@ -3,7 +3,8 @@
 CHAOS_CHECKPOINT: where checkpoints are saved. CHAOS_LOADERS: how many processes load data. CHAOS_SCALER: 1 for a GradScaler that
 overflows every few steps. CHAOS_MACHINES: over how many machines the workers pretend to be spread. CHAOS_DIE_IN: worker 1 is
 killed in step 6, when it has "logged" or "stepped". The loop is slow until a file named hurry appears: CHAOS_PACE_S is how long
-each micro-batch sleeps, and CHAOS_HOLD_AT is a step that waits for the file. raise-<worker>: the worker raises. slow-<worker>: the worker sleeps once.
+each micro-batch sleeps, and CHAOS_HOLD_AT is a step that waits for the file. raise-<worker>: the worker raises. slow-<worker>:
+the worker sleeps once.
 
 It writes pid-<worker>, step (the last one that rank 0 has committed), logged.jsonl (what on_log got),
 seen-<worker>.jsonl (run.logged after each step), open-<worker>.jsonl (how many descriptors are open after each loop), and
