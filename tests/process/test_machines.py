@@ -149,6 +149,17 @@ def test_the_machine_of_the_head_is_cut_off_and_the_majority_goes_on_with_the_ne
         assert cluster.result("b") == expected, cluster.dump()
 
 
+def test_agents_that_first_meet_different_heads_begin_one_run(make: Callable[..., Cluster], expected: str) -> None:
+    with make(2, heads="ab", workers=1) as cluster:
+        cluster.start_head("b", min_workers=2)
+        cluster.start_agent("b")
+        cluster.wait_until(lambda: cluster.head["b"].events("registered"), "the agent of b has found the second head only")
+        cluster.start_head("a", min_workers=2)
+        cluster.start_agent("a")
+        assert cluster.result() == expected, cluster.dump()
+        assert len(cluster.generations()[0][2]) == 2
+
+
 def test_a_machine_leaves_and_the_run_stops_and_resumes(make: Callable[..., Cluster], expected: str, tmp_path: Path) -> None:
     with make(hold_at=20, checkpoint=tmp_path / "checkpoints") as cluster:
         cluster.start()

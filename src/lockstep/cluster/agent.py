@@ -1,7 +1,8 @@
 """Agent: starts and watches the workers of one machine, and does what the head of the run says. Decides nothing about membership.
 
 If the head is lost, the workers go on. The agent keeps what they want to tell the head, and connects to the same head or to another
-one of its list. It reports what it remembers of the run (run_memory.py), then what was kept.
+one of its list. It reports what it remembers of the run (run_memory.py). When the head says that it decides for the run, the agent
+sends what was kept.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class Agent:
         self._master_ports = [MasterPort("0.0.0.0") for _ in range(_MASTER_PORTS)]
         self._address = ""
         self._hang_timeout_s = 30.0
-        self._is_registered = False
+        self._has_head = False  # one that decides for the run
         self._code: int | None = None
         self._leaving_for = ""
         self._kill_at = float("inf")
@@ -122,7 +123,7 @@ class Agent:
             self._kill_at = float("inf")
             self._console.say(f"killing the workers, which did not stop within {self._settings.grace_s:g} s.")
             self._machine.kill_all()
-        if not self._is_registered and not self._memory.run_id and self._link.away_s > self._settings.connect_timeout_s:
+        if not self._has_head and not self._memory.run_id and self._link.away_s > self._settings.connect_timeout_s:
             self._end(1, f"no head answered within {self._settings.connect_timeout_s:g} s: {self._link.reasons}")
         elif self._memory.run_id and self._link.away_s > self._settings.head_timeout_s:
             self._end(1, f"there has been no head for {self._settings.head_timeout_s:g} s: {self._link.reasons}")
@@ -165,9 +166,8 @@ class Agent:
 
     def _on_head_lost(self, why: str) -> None:
         self._run_folder.record("head lost", why=why)
-        if self._is_registered:
-            self._console.say(f"the head is lost: {why}. The workers continue; one that loses a peer waits until the head is back.")
-        self._is_registered = False
+        self._console.say(f"the head is lost: {why}. The workers continue; one that loses a peer waits until the head is back.")
+        self._has_head = False
 
     def _on_message(self, message: Message) -> None:
         kind = message["type"]
@@ -175,10 +175,9 @@ class Agent:
             self._memory.on_answer(message["workers"], message["packet"])
             self._machine.send(message["workers"], message["packet"])
         elif kind == "registered":
-            self._on_registered(message)
-        elif kind == "standby":
-            self._is_registered = False
-            self._link.start_over()
+            self._link.heartbeat_timeout_s, self._hang_timeout_s = message["heartbeat_timeout_s"], message["hang_timeout_s"]
+        elif kind == "running":
+            self._on_running(message)
         elif kind == "refused":
             self._end(1, message["why"])
         elif kind == "probe":
@@ -209,11 +208,12 @@ class Agent:
             self._machine.kill_all()
             self._code = message["code"]
 
-    def _on_registered(self, message: Message) -> None:
+    def _on_running(self, message: Message) -> None:
+        """The head decides for the run from now on, and knows what this agent has reported."""
         is_again = bool(self._memory.run_id)
         self._memory.run_id = message["run_id"]
-        self._link.heartbeat_timeout_s, self._hang_timeout_s = message["heartbeat_timeout_s"], message["hang_timeout_s"]
-        self._is_registered = True
+        self._has_head = True
+        self._link.settle()
         self._run_folder.record("registered", run_id=message["run_id"])
         if is_again:
             self._console.say("the head is back.")
@@ -230,7 +230,7 @@ class Agent:
 
     def _tell(self, message: Message) -> None:
         """Send a message to the head, now or when there is one."""
-        if self._is_registered:
+        if self._has_head:
             self._link.send(message)
             if message["type"] == "exited":
                 self._memory.gone(message["worker"])
@@ -268,7 +268,7 @@ class Agent:
 
     def on_packet(self, worker: int, packet: packets.Packet) -> None:
         self._memory.on_packet(worker, packet)
-        if packet.get("type") in ("progress", "store") and not self._is_registered:
+        if packet.get("type") in ("progress", "store") and not self._has_head:
             return  # the next progress says more; requests to the store are repeated
         self._tell({"type": "packet", "worker": worker, "packet": packet})
 

@@ -7,6 +7,9 @@ whose head was lost, continues it:
     gathering --an agent of a run registers--> recovering --all members, or those that came in time--> running
     running --too few members are left--> gathering (all connections are closed; the agents register again)
 
+A head that is not running keeps agents that know other heads for a few seconds only. The first head of their list keeps them
+longest, so that they meet there, or at the head that runs.
+
 How two heads that know the same agents exclude each other is in docs/internals/many_machines.md.
 """
 
@@ -43,7 +46,8 @@ _PROBE_TIMEOUT_S = 15.0
 _END_S = 5.0
 """How long the agents may take to end when the run has ended."""
 _SAY_EVERY_S = 30.0
-_MAX_EARLY = 1 << 17
+_KEEP_FIRST_S, _KEEP_OTHER_S = 5.0, 1.0
+"""How long the first head of the agents' list, or another one, keeps agents after the last one has come, if it is not running."""
 
 
 class _Phase(enum.Enum):
@@ -91,7 +95,7 @@ class Head:
         self._is_only_head = True
         self._supervisor: Supervisor | None = None
         self._code: int | None = None
-        self._early: list[tuple[Machine, Message]] = []  # of agents, before the run continues
+        self._registered_at = time.monotonic()
         callbacks = ChannelCallbacks(self._on_open, self._on_message, self._on_closed)
         self._listener = Listener(
             settings.listen,
@@ -157,6 +161,8 @@ class Head:
                 self._admit_if_reachable(candidate)
         if self._phase is _Phase.RECOVERING:
             self._recover_if_possible(now)
+        if self._phase is not _Phase.RUNNING:
+            self._let_go(now)
         if self._phase is not _Phase.RUNNING and now >= self._say_at:
             self._say_at = now + _SAY_EVERY_S
             self._say_what_is_missing()
@@ -201,22 +207,16 @@ class Head:
                 channel, f"machine {given.machine} belongs to another run. Stop its agent, and start it again for this run."
             )
             return
-        is_under_way = bool(given.report.workers) or given.report.generation >= 0
-        if self._phase is _Phase.GATHERING and given.head_index > 0 and not is_under_way:
-            self._send_away(channel)  # only the first head of the list begins a run
-            return
         now = time.monotonic()
         machine = self._channels[channel] = Machine(given, channel, self._loop.clock.now(), now)
         self._is_only_head = self._is_only_head and given.heads == 1
-        self._run_id = self._run_id or given.run_id or secrets.token_hex(8)
+        self._registered_at = now
         self._run_folder.record("registered", machine=given.machine, host=str(channel.peer_address), room=given.room)
         machine.send(
             {
                 "type": "registered",
-                "run_id": self._run_id,
                 "heartbeat_timeout_s": self._settings.heartbeat_timeout_s,
                 "hang_timeout_s": self._settings.run.policy.hang_timeout_s,
-                "send_kept": bool(given.kept) and self._phase is not _Phase.RUNNING,
             },
             now,
         )
@@ -225,12 +225,6 @@ class Head:
     def _refuse(self, channel: Channel, why: str) -> None:
         self._console.say(f"an agent at {channel.peer_address} was refused: {why}")
         channel.send({"type": "refused", "why": f"the head has refused this agent: {why}"})
-        channel.flush(0.5)
-        channel.close()
-        self._channels.pop(channel, None)
-
-    def _send_away(self, channel: Channel) -> None:
-        channel.send({"type": "standby"})
         channel.flush(0.5)
         channel.close()
         self._channels.pop(channel, None)
@@ -275,16 +269,19 @@ class Head:
         report = machine.given.report
         if self._phase is _Phase.RUNNING:
             assert self._supervisor is not None
+            self._tell_running(machine)
             if report.workers:
                 machine.send({"type": "drop", "workers": [worker.id for worker in report.workers]}, time.monotonic())
             if machine.given.room:
                 self._supervisor.decide(events.MachineJoined(machine.name, machine.given.room))
             return
-        if report.workers or report.generation >= 0:
+        if machine.given.run_id and (report.workers or report.generation >= 0):
+            self._run_id = machine.given.run_id
             self._phase = _Phase.RECOVERING
             self._recovering_since = self._recovering_since or time.monotonic()
             return
-        if self._phase is _Phase.GATHERING and self._machines.room >= self._settings.min_workers:
+        is_first_head = machine.given.head_index == 0
+        if self._phase is _Phase.GATHERING and self._machines.room >= self._settings.min_workers and is_first_head:
             self._start()
 
     # -- the run -----------------------------------------------------------------------------------------
@@ -293,8 +290,13 @@ class Head:
         self._phase = _Phase.RUNNING
         names = ", ".join(f"{machine.name} ({machine.given.room})" for machine in self._machines)
         self._console.say(f"starting {self._machines.room} workers on {names}.")
-        self._early.clear()
+        self._run_id = self._run_id or secrets.token_hex(8)
+        for machine in self._machines:
+            self._tell_running(machine)
         self._make_supervisor().start()
+
+    def _tell_running(self, machine: Machine, *, send_kept: bool = False) -> None:
+        machine.send({"type": "running", "run_id": self._run_id, "send_kept": send_kept}, time.monotonic())
 
     def _make_supervisor(self) -> Supervisor:
         settings = replace(self._settings.run, size=self._machines.room, threads=self._machines.threads)
@@ -314,24 +316,19 @@ class Head:
             return
         members = newest(reports).members
         if members and not self._may_continue(members, [id for id in members if id not in missing]):
-            if not self._is_only_head:
-                self._give_up("too few members of the run have registered here")
             return
         self._phase, self._recovering_since = _Phase.RUNNING, None
         decision, dropped = recover(self._settings.run.policy, reports, self._loop.clock.now())
         kept = {worker.id for worker in decision[0].workers}
         for machine in self._machines:
+            self._tell_running(machine, send_kept=bool(machine.given.kept))
             mine = [worker.id for worker in machine.given.report.workers]
             stale = [id for id in mine if id in dropped]
             if stale:
                 machine.send({"type": "drop", "workers": stale}, now)
             self._machines.adopt(machine, [id for id in mine if id in kept])
         self._console.say(f"continuing a run with {len(kept)} workers on {len(self._machines)} machines.")
-        supervisor = self._make_supervisor()
-        supervisor.resume(decision)
-        early, self._early = self._early, []
-        for machine, message in early:
-            self._on_worker_message(supervisor, machine, message)
+        self._make_supervisor().resume(decision)
 
     def _may_continue(self, members: tuple[int, ...], present: list[int]) -> bool:
         """Whether no other head can continue the run at the same time: agents know no other, or most members are here."""
@@ -354,7 +351,7 @@ class Head:
         state = self._supervisor.state
         left = [id for id in state.members if id not in workers]
         if state.generation >= 0 and not state.ended and not self._may_continue(state.formed, left) and not self._is_ending:
-            self._give_up(f"machine {machine.name} is lost ({why}), and too few members of the run are left")
+            self._lose_run(f"machine {machine.name} is lost ({why})")
             return
         room = 0 if machine.is_leaving else machine.given.room
         how = f"machine {machine.name} is lost: {why}" if workers or room else f"machine {machine.name} has left the run"
@@ -364,18 +361,38 @@ class Head:
     def _is_ending(self) -> bool:
         return self._supervisor is not None and self._supervisor.is_ending
 
-    def _give_up(self, why: str) -> None:
-        """Too few members are here to continue the run. Their machines may register again, here or with another head."""
-        self._console.say(f"{why}. Waiting for the machines to register again.")
-        if self._supervisor is not None:
-            self._supervisor.close()
-            self._supervisor = None
+    def _lose_run(self, why: str) -> None:
+        """Too few members are left to continue. Their machines may come back, to this head or to another one."""
+        self._console.say(f"{why}, and too few members of the run are left. Waiting for their machines to register again.")
+        assert self._supervisor is not None
+        self._supervisor.close()
+        self._supervisor = None
+        self._gather_again()
+
+    def _let_go(self, now: float) -> None:
+        """The agents register with their next head, if this head cannot decide for them soon."""
+        machines = [machine for machine in self._channels.values() if machine is not None]
+        if self._candidates or all(machine.given.heads == 1 for machine in machines):
+            return
+        keep_s = _KEEP_FIRST_S if machines[0].given.head_index == 0 else _KEEP_OTHER_S
+        reports = [machine.given.report for machine in self._machines]
+        if now - self._registered_at < keep_s:
+            return
+        if self._phase is _Phase.RECOVERING and reports:
+            missing = missing_members(reports)
+            members = newest(reports).members
+            if self._may_continue(members, [id for id in members if id not in missing]):
+                return
+        self._gather_again()
+
+    def _gather_again(self) -> None:
+        """Close all connections. The agents register again, here or with another head."""
         self._phase, self._recovering_since = _Phase.GATHERING, None
         self._machines = RemoteMachines()
-        self._candidates.clear()
-        self._early.clear()
         for channel in list(self._channels):
-            self._send_away(channel)
+            channel.close()
+        self._channels.clear()
+        self._candidates.clear()
 
     def _leave(self, machine: Machine, why: str) -> None:
         if not machine.is_leaving:
@@ -402,8 +419,6 @@ class Head:
             self._leave(machine, message["why"])
         elif self._supervisor is not None:
             self._on_worker_message(self._supervisor, machine, message)
-        elif message["type"] != "heartbeat" and len(self._early) < _MAX_EARLY:
-            self._early.append((machine, message))
 
     def _on_worker_message(self, supervisor: Supervisor, machine: Machine, message: Message) -> None:
         kind = message["type"]

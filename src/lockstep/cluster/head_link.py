@@ -1,4 +1,4 @@
-"""HeadLink: an agent's connection to a head. Connects to the heads of a list in turn until one answers, and again if it is lost.
+"""HeadLink: an agent's connection to a head. Connects to the heads of a list in turn until one keeps it, and again if it is lost.
 
 Knows heartbeats, not what other messages mean.
 """
@@ -61,13 +61,14 @@ class HeadCallbacks:
     on_open: Callable[[], None]
     on_message: Callable[[Message], None]
     on_lost: Callable[[str], None]
-    """The connection to a head that had answered is lost."""
+    """The connection to the head of the run is lost."""
     say: Callable[[str], None]
 
 
 class HeadLink:
     """The addresses of ``heads`` are tried in their order, from the first one again after the last.
 
+    A head that answers may close the connection, because it does not decide for the run: then the next one is tried.
     ``clock()`` is the time without that in which this process was stopped (OwnClock).
     """
 
@@ -82,7 +83,7 @@ class HeadLink:
     ) -> None:
         self._heads, self._token, self._tls, self._selector, self._callbacks = heads, token, tls, selector, callbacks
         self._clock = clock
-        self._was_open = False
+        self._was_open = self._is_settled = False
         self._channel: Channel | None = None
         self._index = -1
         self._reasons: dict[Address, str] = {}
@@ -125,6 +126,10 @@ class HeadLink:
             self._channel.send(message)
             self._sent_at = time.monotonic()
 
+    def settle(self) -> None:
+        """The current head decides for the run: if it is lost, it is the first to be tried again."""
+        self._is_settled = True
+
     def on_time(self, now: float) -> None:
         channel = self._channel
         if channel is None:
@@ -141,13 +146,6 @@ class HeadLink:
             if self._clock() - self._heard_at > self.heartbeat_timeout_s:
                 channel.close()
                 self._on_closed(channel, f"the head at {channel.peer_address} has not answered for {self.heartbeat_timeout_s:g} s")
-
-    def start_over(self) -> None:
-        """This head has no use for the agent: try the first one of the list again."""
-        if self._channel is not None:
-            self._channel.close()
-            self._channel, self._was_open, self._index = None, False, -1
-            self._retry_at = time.monotonic() + _RETRY_S
 
     def close(self) -> None:
         if self._channel is not None:
@@ -183,6 +181,8 @@ class HeadLink:
         self._retry_at = now + _RETRY_S
         if self._was_open:
             self._was_open = False
-            self._index -= 1  # the same head may be back at once, at the same address
             self._lost_at, self._say_at = now, now + _SAY_AFTER_S
+        if self._is_settled:
+            self._is_settled = False
+            self._index -= 1  # the same head may be back at once, at the same address
             self._callbacks.on_lost(why)

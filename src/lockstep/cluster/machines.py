@@ -15,6 +15,9 @@ from lockstep.errors import InvariantError
 from lockstep.launcher.environment import Placement, RunSettings
 from lockstep.launcher.packets import Packet
 
+_FRESH_S = 2.0
+"""An answer to the question how long workers have been idle says nothing about a later time."""
+
 
 @dataclass
 class Machine:
@@ -48,6 +51,7 @@ class RemoteMachines:
         self._of: dict[int, Machine] = {}
         self._was_on: dict[int, Machine] = {}
         self._idle_s: dict[int, float] = {}
+        self._asked_at = float("-inf")
         self._starts = 0
         self.now = 0.0
         """When messages are sent. The head sets it in every iteration of its loop."""
@@ -188,10 +192,11 @@ class RemoteMachines:
         """An agent tells when a process has ended."""
 
     def idle_s(self, now: float) -> dict[int, float]:
-        """As the agents measured it when they were last asked. Asks them again."""
-        self._tell_all({"type": "watch idle"})
+        """As the agents measured it when they were last asked, if that was just before. Asks them again."""
         idle_s, self._idle_s = self._idle_s, {}
-        return {id: idle for id, idle in idle_s.items() if id in self._of}
+        is_fresh, self._asked_at = now - self._asked_at < _FRESH_S, now
+        self._tell_all({"type": "watch idle"})
+        return {id: idle for id, idle in idle_s.items() if id in self._of} if is_fresh else {}
 
     def cancel_unstarted(self) -> None:
         self._tell_all({"type": "cancel unstarted"})
