@@ -15,6 +15,7 @@ class Sent(list[dict[str, Any]]):
     """A channel that keeps what is sent."""
 
     send = list.append
+    local_address = None
 
 
 def machine(name: str = "a", room: int = 2) -> Machine:
@@ -33,3 +34,14 @@ def test_idle_times_of_long_ago_are_not_used() -> None:
     assert machines.idle_s(now=20.0) == {}, "nobody has asked for 9 seconds, and the workers were busy in between"
     machines.note_idle({"0": 0.2})
     assert machines.idle_s(now=20.5) == {0: 0.2}
+
+
+def test_a_worker_for_which_there_is_no_room_any_more_gets_no_rank() -> None:
+    machines, one, two = RemoteMachines(), machine("a"), machine("b")
+    machines.add(one)
+    machines.add(two)
+    machines.spawn([0, 1, 2, 3], RunSettings(4, False, 30.0, 0, 0, None))
+    machines.gone(3)
+    machines.remove(two)
+    assert machines.spawn([4], RunSettings(4, False, 30.0, 0, 0, None)) == {}
+    assert machines.ids == [0, 1]

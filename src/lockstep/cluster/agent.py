@@ -217,6 +217,12 @@ class Agent:
         self._run_folder.record("registered", run_id=message["run_id"])
         if is_again:
             self._console.say("the head is back.")
+        else:
+            room = f"{self._settings.room} worker{'' if self._settings.room == 1 else 's'}"
+            self._console.say(
+                f"machine {machine_label()} belongs to the run of the head at {self._link.head_address}, with room for {room}. "
+                f"Their output is in {self._run_folder.path / 'workers'}."
+            )
         if message["send_kept"]:
             for packet in self._memory.kept.values():
                 self._link.send({"type": "kept", "packet": packet})
@@ -255,7 +261,7 @@ class Agent:
         self._console.say(f"the run has gone on without {len(workers)} workers of this machine. They are killed and start anew.")
         for id in workers:
             self._memory.gone(id)
-            self._machine.stop(id, 0.0)
+            self._machine.drop(id)
 
     def _say(self, text: str) -> None:
         self._console.say(text)

@@ -36,6 +36,7 @@ from lockstep.launcher.nonblocking_output import NonblockingOutput
 from lockstep.launcher.run_folder import RunFolder
 from lockstep.launcher.supervisor import Settings, Supervisor
 from lockstep.plan import membership_events as events
+from lockstep.plan.membership_generation import count
 from lockstep.plan.membership_recovery import has_majority, missing_members, newest, recover
 
 _REJOIN_S = 5.0
@@ -118,7 +119,7 @@ class Head:
         temporary.write_text(f"{self.address}\n")
         temporary.rename(path)
         self._console.say(
-            f"this head listens on {self.address} and waits for agents with room for {self._settings.min_workers} workers. "
+            f"this head listens on {self.address} and waits for agents with room for {count(self._settings.min_workers)}. "
             f"Its files are in {self._run_folder.path}."
         )
         with self._loop:
@@ -289,7 +290,7 @@ class Head:
     def _start(self) -> None:
         self._phase = _Phase.RUNNING
         names = ", ".join(f"{machine.name} ({machine.given.room})" for machine in self._machines)
-        self._console.say(f"starting {self._machines.room} workers on {names}.")
+        self._console.say(f"starting {count(self._machines.room)} on {names}.")
         self._run_id = self._run_id or secrets.token_hex(8)
         for machine in self._machines:
             self._tell_running(machine)

@@ -102,6 +102,12 @@ class HeadLink:
         return self._index
 
     @property
+    def head_address(self) -> Address:
+        """Of the current head."""
+        assert self._channel is not None
+        return self._channel.peer_address
+
+    @property
     def local_host(self) -> str:
         """The address of this machine by which the head sees it."""
         assert self._channel is not None

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from lockstep.cluster.channel import Channel
 from lockstep.cluster.messages import Message
 from lockstep.cluster.protocol import Registration, spawn_message
-from lockstep.errors import InvariantError
 from lockstep.launcher.environment import Placement, RunSettings
 from lockstep.launcher.packets import Packet
 
@@ -133,7 +132,10 @@ class RemoteMachines:
         return f"{self._was_on[id].name}:{self._was_on[id].given.folder}/workers/{id}/stack.txt"
 
     def spawn(self, ids: Sequence[int], settings: RunSettings) -> dict[int, int]:
-        """Each worker gets the first free place. Its rank is the number of that place among those of all machines."""
+        """Each worker gets the first free place. Its rank is the number of that place among those of all machines.
+
+        A worker for which there is no place gets no rank: its machine was lost before it was started.
+        """
         first, ranks = 0, dict[int, int]()
         waiting = list(ids)
         placed: list[tuple[Machine, dict[int, int]]] = []
@@ -146,8 +148,8 @@ class RemoteMachines:
                 ranks[id] = first + place
             placed.append((machine, mine))
             first += machine.given.room
-        if waiting:
-            raise InvariantError(f"there is no room for workers {waiting}")
+        if not ranks:
+            return {}
         master = self._machines[0].given
         port = master.master_ports[self._starts % len(master.master_ports)] if master.master_ports else 0
         for number, (machine, mine) in enumerate(placed):

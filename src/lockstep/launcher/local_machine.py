@@ -73,7 +73,7 @@ class Machines(Protocol):
         """Where the worker writes its stack, for people."""
 
     def spawn(self, ids: Sequence[int], settings: RunSettings) -> dict[int, int]:
-        """Start workers. Returns the rank with which each is started."""
+        """Start workers. Returns the rank with which each is started. A worker for which there is no room gets none."""
 
     def send(self, ids: Sequence[int], packet: packets.Packet) -> None: ...
 
@@ -185,6 +185,12 @@ class LocalMachine:
         is_started = self._processes.pid(id) is not None
         self._pending_kills[id] = time.monotonic() + (grace_s if is_started else 0.0)
         self._processes.signal(id, signal.SIGTERM)
+
+    def drop(self, id: int) -> None:
+        """Kill a worker that is not needed any more. Another worker gets its number on this machine at once."""
+        self._local_ranks.release(id)
+        self._pending_kills[id] = time.monotonic()
+        self._processes.signal(id, signal.SIGKILL)
 
     def reap(self) -> None:
         self._processes.reap()

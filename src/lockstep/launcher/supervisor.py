@@ -356,6 +356,9 @@ class Supervisor:
         ranks = self._machines.spawn(ids, settings)
         if self._state.generation < 0:
             self._ranks.update(ranks)
+        for id in ids:
+            if id not in ranks:
+                self.decide(events.Died(id, "there was no room for it"))
 
     def _end(self, end: events.End) -> None:
         self._pending_spawns = []
