@@ -37,6 +37,9 @@ def examine(hosts: Hosts, host: str, *options: str, folder: Path) -> tuple[int, 
     return process.returncode, out.splitlines(), err
 
 
+pytestmark = pytest.mark.exclusive  # each machine imports torch, for which it has 15 s
+
+
 @pytest.fixture
 def three(hosts: Callable[[int], Hosts]) -> Hosts:
     if reason := missing_sshd():

@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import closing
 
@@ -18,7 +17,14 @@ from lockstep.comm.store import open_store
 from lockstep.errors import PeerError
 from lockstep.world import World
 
-SCRIPT = "import torch, lockstep; lockstep.replicate(torch.nn.Linear(1, 1))"
+SCRIPT = """
+import time, torch, lockstep
+model, began = torch.nn.Linear(1, 1), time.monotonic()
+try:
+    lockstep.replicate(model)
+finally:
+    print(time.monotonic() - began)
+"""
 
 
 def free_port() -> int:
@@ -48,16 +54,13 @@ def silent_port() -> Iterator[int]:
 def test_a_script_whose_master_does_not_resolve_ends_within_20_s_on_each_rank() -> None:
     env = {key: value for key, value in os.environ.items() if not key.startswith(("LOCKSTEP_", "SLURM_"))}
     env |= {"WORLD_SIZE": "2", "MASTER_ADDR": "n1.invalid", "MASTER_PORT": str(free_port())}
-    started = time.monotonic()
-    ranks = [
-        subprocess.Popen([sys.executable, "-c", SCRIPT], env={**env, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    ranks = [subprocess.Popen([sys.executable, "-c", SCRIPT], env={**env, "RANK": str(rank)}, **pipes) for rank in range(2)]
     for rank, process in enumerate(ranks):
-        said = process.communicate(timeout=60)[1]
+        duration_s, said = process.communicate(timeout=90)
         assert process.returncode == 1
+        assert float(duration_s) < 20  # the import of torch, which takes long on a busy machine, is not in it
         assert f"rank {rank} on {socket.gethostname()} cannot resolve the host n1.invalid of the store at n1.invalid:" in said
-    assert time.monotonic() - started < 20 + 8  # the import of torch on a busy machine
 
 
 OF_RANK_0 = "UsageError: rank 0 cannot serve the store at {0}: it runs on {1}, which has none of the addresses of 10.9.9.9"

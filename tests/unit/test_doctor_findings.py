@@ -18,7 +18,7 @@ FACTS = {
     "free_bytes": 8 << 30,
     "nvidia_devices": 0,
 }
-TORCH = {"version": "2.13.0", "error": "", "segment": "", "gpus": [], "nccl": ""}
+TORCH = {"version": "2.13.0", "error": "", "segment": "", "gpus": [], "nccl": "", "slow_s": 0.0}
 GPU = {"gpus": ["H200", "H200"], "nccl": "2.28.3"}
 
 
@@ -58,6 +58,7 @@ def test_healthy_machines() -> None:
         ({"lockstep": "0.9"}, "FAIL  Lockstep differs: 1.0 on a; 0.9 on b. Install the same version"),
         ({"torch": {"version": "2.11.0"}}, "FAIL  torch differs: 2.13.0 on a; 2.11.0 on b. Install the same version"),
         ({"torch": {"error": "CUDA error"}}, "FAIL  b: torch 2.13.0 fails (CUDA error). Try `python -c"),
+        ({"torch": {"version": "", "slow_s": 15.0}}, "FAIL  b: `import torch` takes longer than 15 s. Try again"),
         ({"open_files": 512}, "warn  512 open files are allowed on b. Each worker needs dozens: raise the limit with `ulimit -n"),
         ({"open_files": 64}, "FAIL  64 open files are allowed on b."),
         ({"torch": {"segment": "no memory"}}, "warn  b: no shared memory (no memory). Workers use gloo there"),

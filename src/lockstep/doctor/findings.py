@@ -68,9 +68,12 @@ def _lockstep_remedy(version: str) -> str:
 def _torch(workers: Sequence[Report]) -> list[Finding]:
     found, versions = [], {}
     for report in workers:
-        torch = report.torch or {"version": "", "error": "it has not answered in time"}
+        torch = report.torch or {"version": "", "error": "it has not answered in time", "slow_s": 0.0}
         if torch["version"]:
             versions[report.machine] = torch["version"]
+        if torch["slow_s"]:
+            remedy = "Try again, now that its files are cached. If it stays so, install torch on a disk of the machine."
+            found.append(Finding("FAIL", f"{report.machine}: `import torch` takes longer than {torch['slow_s']:.0f} s. {remedy}"))
         if torch["error"]:
             what = f"torch {torch['version']} fails" if torch["version"] else "torch cannot be imported"
             remedy = "Try `python -c 'import torch; torch.ones(1)'` there, and install torch again if it fails."
@@ -94,7 +97,8 @@ def _open_files(workers: Sequence[Report]) -> list[Finding]:
 
 def _shared_memory(workers: Sequence[Report]) -> list[Finding]:
     found = []
-    for why, names in _grouped({each.machine: each.torch["segment"] for each in workers if each.torch}).items():
+    tried = {each.machine: each.torch["segment"] for each in workers if each.torch and not each.torch["slow_s"]}
+    for why, names in _grouped(tried).items():
         text = f"two processes share memory on {_names(names)}"
         remedy = "Workers use gloo there, several times slower: give the container more memory, and all workers the same user"
         found.append(Finding("warn", f"{_names(names)}: no shared memory ({why}). {remedy}.") if why else Finding("ok", text))
@@ -109,7 +113,7 @@ def _shared_memory(workers: Sequence[Report]) -> list[Finding]:
 
 def _gpus(workers: Sequence[Report]) -> list[Finding]:
     found = []
-    tested = [report for report in workers if report.torch and report.facts]
+    tested = [report for report in workers if report.torch and report.facts and not report.torch["slow_s"]]
     gpus = {report.machine: _count(report.torch["gpus"]) for report in tested if report.torch}
     for report in tested:
         devices = report.facts["nvidia_devices"] if report.facts else 0
