@@ -33,10 +33,13 @@ def missing_slurm() -> str | None:
 
 
 class Slurm:
-    """Use it in a ``with`` statement, inside that of ``hosts``, whose end kills the daemons. Each host is one node with 2 CPUs."""
+    """Use it in a ``with`` statement, inside that of ``hosts``, whose end kills the daemons. Each host is one node with 2 CPUs.
 
-    def __init__(self, hosts: Hosts, cpus: int = 2) -> None:
-        self.hosts, self._cpus = hosts, cpus
+    ``node_timeout_s``: a node that does not answer for this long is down.
+    """
+
+    def __init__(self, hosts: Hosts, node_timeout_s: int = 300) -> None:
+        self.hosts, self._node_timeout_s = hosts, node_timeout_s
         self.nodes = {f"n{number}": host for number, host in enumerate(hosts.names, 1)}
         self.folder = hosts.folder / "slurm"
 
@@ -83,6 +86,11 @@ class Slurm:
         """What `scontrol show job` says: JobState, Restarts, ..."""
         return dict(re.findall(r"(\w+)=(\S+)", self.output("scontrol", "--oneliner", "show", "job", job)))
 
+    def node_states(self) -> dict[str, str]:
+        """Node -> idle, mixed, draining, down*, ..."""
+        words = self.output("sinfo", "--noheader", "--Node", "--format=%N %T").split()
+        return dict(zip(words[::2], words[1::2], strict=True))
+
     def wait(self, job: str, deadline_s: float = 90.0) -> str:
         """Wait until the job is over. Returns its state."""
         state: list[str] = []
@@ -119,7 +127,7 @@ class Slurm:
         prolog.chmod(0o755)
         name = socket.gethostname()
         nodes = [
-            f"NodeName={node} NodeHostname={name} NodeAddr={self.hosts.address(host)} CPUs={self._cpus} State=UNKNOWN"
+            f"NodeName={node} NodeHostname={name} NodeAddr={self.hosts.address(host)} CPUs=2 State=UNKNOWN"
             for node, host in self.nodes.items()
         ]
         settings = f"""
@@ -145,6 +153,7 @@ SlurmdParameters=config_overrides
 ReturnToService=2
 MinJobAge=300
 KillWait=30
+SlurmdTimeout={self._node_timeout_s}
 UnkillableStepTimeout=60
 {chr(10).join(nodes)}
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverTimeLimit=0
@@ -157,5 +166,4 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverTimeLimit=
             self.hosts.run(host, [name.partition("-")[0], *options], self.env, stdout=log, stderr=log)
 
     def _all_nodes_are_idle(self) -> bool:
-        states = self.output("sinfo", "--noheader", "--Node", "--format=%T").split()
-        return states == ["idle"] * len(self.nodes)
+        return self.node_states() == dict.fromkeys(self.nodes, "idle")

@@ -19,10 +19,11 @@ from tests.waiting import wait_until
 
 
 @pytest.fixture
-def slurm(hosts: Callable[[int], Hosts]) -> Iterator[Slurm]:
+def slurm(hosts: Callable[[int], Hosts], request: pytest.FixtureRequest) -> Iterator[Slurm]:
+    """A Slurm of three nodes. ``@pytest.mark.parametrize("slurm", [8], indirect=True)``: a node is down after 8 s."""
     if reason := missing_slurm():
         pytest.skip(reason)
-    with Slurm(hosts(3)) as made:
+    with Slurm(hosts(3), getattr(request, "param", 300)) as made:
         yield made
 
 
@@ -56,6 +57,23 @@ def test_the_bits_of_one_process_although_an_agent_and_a_task_are_killed(slurm: 
     assert job.results() == {expected}, job.output()
     assert slurm.job(job.id)["Restarts"] == "0"
     assert len(job.generations()) == 4, job.output()  # 3, 2, 3 and 2 workers: nobody else was started again
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("slurm", [8], indirect=True)
+def test_a_node_that_is_drained_stays_and_a_node_that_fails_costs_its_workers_alone(
+    slurm: Slurm, tmp_path: Path, expected: str
+) -> None:
+    job = SlurmJob(slurm, tmp_path, hold_at=5, hold_s=0.3)
+    job.wait_for_step(5)
+    slurm.output("scontrol", "update", "nodename=n2", "state=drain", "reason=test")
+    slurm.hosts.cut("c", silently=True)
+    job.wait_for_size(2)
+    job.wait_until(lambda: slurm.node_states()["n3"].startswith("down"), "Slurm knows that n3 is down")
+    assert slurm.node_states()["n2"] == "draining"
+    job.hurry()
+    assert slurm.wait(job.id, DEADLINE_S) == "COMPLETED", job.output()
+    assert job.results() == {expected}, job.output()
 
 
 @pytest.mark.slow
