@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import base64
 import enum
+import itertools
 import secrets
 import signal
 import time
@@ -47,6 +48,8 @@ _PROBE_TIMEOUT_S = 15.0
 _END_S = 5.0
 """How long the agents may take to end when the run has ended."""
 _SAY_EVERY_S = 30.0
+_MAX_NAMES = 16
+"""In a message."""
 _KEEP_FIRST_S, _KEEP_OTHER_S = 5.0, 1.0
 """How long the first head of the agents' list, or another one, keeps agents after the last one has come, if it is not running."""
 
@@ -67,7 +70,7 @@ class HeadSettings:
     heartbeat_timeout_s: float = 2.0
 
 
-@dataclass
+@dataclass(eq=False)
 class _Candidate:
     """A machine that has registered and does not belong to the run yet: it is not known whether others can reach it."""
 
@@ -87,7 +90,7 @@ class Head:
         self._console = Console(self._output)
         self._loop = EventLoop(self._on_signal)
         self._machines = RemoteMachines()
-        self._candidates: list[_Candidate] = []
+        self._candidates: dict[str, _Candidate] = {}  # by the name of the machine
         self._channels: dict[Channel, Machine | None] = {}
         self._phase = _Phase.GATHERING
         self._recovering_since: float | None = None
@@ -97,6 +100,7 @@ class Head:
         self._supervisor: Supervisor | None = None
         self._code: int | None = None
         self._registered_at = time.monotonic()
+        self._watch_at = 0.0
         callbacks = ChannelCallbacks(self._on_open, self._on_message, self._on_closed)
         self._listener = Listener(
             settings.listen,
@@ -146,6 +150,20 @@ class Head:
         self._output.flush()
         self._machines.now = now
         self._listener.on_time(now)
+        if now >= self._watch_at:  # there may be thousands of machines
+            self._watch_at = now + min(0.1, self._settings.heartbeat_timeout_s / protocol.HEARTBEATS / 4)
+            self._watch_machines(now)
+        if self._phase is _Phase.RECOVERING:
+            self._recover_if_possible(now)
+        if self._phase is not _Phase.RUNNING and now >= self._say_at:
+            self._say_at = now + _SAY_EVERY_S
+            self._say_what_is_missing()
+        if self._supervisor is not None:
+            self._supervisor.on_time(now)
+            if self._supervisor.is_over:
+                self._code = self._supervisor.end()
+
+    def _watch_machines(self, now: float) -> None:
         own_now = self._loop.clock.now()
         timeout_s = self._settings.heartbeat_timeout_s
         for machine in [machine for machine in self._channels.values() if machine is not None]:
@@ -154,23 +172,14 @@ class Head:
             if own_now - machine.heard_at > timeout_s:
                 machine.channel.close()
                 self._on_closed(machine.channel, f"machine {machine.name} has not answered for {timeout_s:g} s")
-        for candidate in list(self._candidates):
+        for candidate in list(self._candidates.values()):
             if now - candidate.since > _PROBE_TIMEOUT_S:
                 for name in candidate.waits_for:
                     candidate.failures.append(f"machine {name} has not said within {_PROBE_TIMEOUT_S:g} s what it can reach")
                 candidate.waits_for.clear()
                 self._admit_if_reachable(candidate)
-        if self._phase is _Phase.RECOVERING:
-            self._recover_if_possible(now)
         if self._phase is not _Phase.RUNNING:
             self._let_go(now)
-        if self._phase is not _Phase.RUNNING and now >= self._say_at:
-            self._say_at = now + _SAY_EVERY_S
-            self._say_what_is_missing()
-        if self._supervisor is not None:
-            self._supervisor.on_time(now)
-            if self._supervisor.is_over:
-                self._code = self._supervisor.end()
 
     def _say_what_is_missing(self) -> None:
         if self._phase is _Phase.GATHERING:
@@ -199,9 +208,8 @@ class Head:
                 "Install the same version on all machines.",
             )
             return
-        names = {machine.name for machine in self._machines} | {each.machine.name for each in self._candidates}
-        if given.machine in names:
-            number = next(n for n in range(2, len(names) + 3) if f"{given.machine}-{n}" not in names)
+        if self._has_name(given.machine):
+            number = next(n for n in itertools.count(2) if not self._has_name(f"{given.machine}-{n}"))
             given = replace(given, machine=f"{given.machine}-{number}")
         if self._run_id and given.run_id and given.run_id != self._run_id:
             self._refuse(
@@ -223,6 +231,9 @@ class Head:
         )
         self._probe(machine, now)
 
+    def _has_name(self, name: str) -> bool:
+        return self._machines.has_name(name) or name in self._candidates
+
     def _refuse(self, channel: Channel, why: str) -> None:
         self._console.say(f"an agent at {channel.peer_address} was refused: {why}")
         channel.send({"type": "refused", "why": f"the head has refused this agent: {why}"})
@@ -232,9 +243,9 @@ class Head:
 
     def _probe(self, machine: Machine, now: float) -> None:
         """Ask the machine whether it reaches some others, and these whether they reach it. Not within one address."""
-        others = [other for other in self._machines if other.given.address != machine.given.address][-_MAX_PROBES:]
+        others = self._machines.newest(_MAX_PROBES, machine.given.address)
         candidate = _Candidate(machine, {other.name for other in others} | ({machine.name} if others else set()), now, [])
-        self._candidates.append(candidate)
+        self._candidates[machine.name] = candidate
         for other in others:
             other.send({"type": "probe", "machines": {machine.name: _probe_address(machine)}}, now)
         if others:
@@ -242,23 +253,21 @@ class Head:
         self._admit_if_reachable(candidate)
 
     def _on_probed(self, machine: Machine, message: Message) -> None:
-        for candidate in list(self._candidates):
-            if candidate.machine is machine:
-                for name, why in message["unreachable"].items():
-                    candidate.failures.append(f"machine {machine.name} cannot reach machine {name}: {why}")
-                candidate.waits_for.discard(machine.name)
-            elif candidate.machine.name in message["unreachable"]:
-                why = message["unreachable"][candidate.machine.name]
-                candidate.failures.append(f"machine {machine.name} cannot reach machine {candidate.machine.name}: {why}")
-                candidate.waits_for.discard(machine.name)
-            elif candidate.machine.name in message["reached"]:
-                candidate.waits_for.discard(machine.name)
+        unreachable = message["unreachable"]
+        own = self._candidates.get(machine.name)
+        found = [own] if own else [self._candidates.get(name) for name in (*unreachable, *message["reached"])]
+        for candidate in found:
+            if candidate is None:
+                continue
+            for name in unreachable if own else unreachable.keys() & {candidate.machine.name}:
+                candidate.failures.append(f"machine {machine.name} cannot reach machine {name}: {unreachable[name]}")
+            candidate.waits_for.discard(machine.name)
             self._admit_if_reachable(candidate)
 
     def _admit_if_reachable(self, candidate: _Candidate) -> None:
-        if candidate.waits_for or candidate not in self._candidates:
+        if candidate.waits_for or self._candidates.get(candidate.machine.name) is not candidate:
             return
-        self._candidates.remove(candidate)
+        del self._candidates[candidate.machine.name]
         if candidate.failures:
             why = "; ".join(candidate.failures)
             self._refuse(candidate.machine.channel, f"{why}. Let the machines reach each other, or name another --interface.")
@@ -289,8 +298,9 @@ class Head:
 
     def _start(self) -> None:
         self._phase = _Phase.RUNNING
-        names = ", ".join(f"{machine.name} ({machine.given.room})" for machine in self._machines)
-        self._console.say(f"starting {count(self._machines.room)} on {names}.")
+        names = [f"{machine.name} ({machine.given.room})" for machine in self._machines]
+        more = f" and {len(names) - _MAX_NAMES} more machines" if len(names) > _MAX_NAMES else ""
+        self._console.say(f"starting {count(self._machines.room)} on {', '.join(names[:_MAX_NAMES])}{more}.")
         self._run_id = self._run_id or secrets.token_hex(8)
         for machine in self._machines:
             self._tell_running(machine)
@@ -341,8 +351,10 @@ class Head:
         machine = self._channels.pop(channel, None)
         if machine is None:
             return
-        self._candidates = [each for each in self._candidates if each.machine is not machine]
-        if machine not in list(self._machines):
+        candidate = self._candidates.get(machine.name)
+        if candidate is not None and candidate.machine is machine:
+            del self._candidates[machine.name]
+        if machine not in self._machines:
             return
         self._run_folder.record("machine lost", machine=machine.name, why=why)
         workers = self._machines.remove(machine)

@@ -5,6 +5,7 @@ Sends what the supervisor asks for to the right agents. Decides nothing.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -18,7 +19,7 @@ _FRESH_S = 2.0
 """An answer to the question how long workers have been idle says nothing about a later time."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Machine:
     """A machine whose agent is connected. ``workers``: worker -> its place among the ``room`` of this machine."""
 
@@ -46,7 +47,8 @@ class Machine:
 
 class RemoteMachines:
     def __init__(self) -> None:
-        self._machines: list[Machine] = []
+        self._machines: dict[Machine, None] = {}  # in the order in which they came
+        self._names: set[str] = set()
         self._of: dict[int, Machine] = {}
         self._was_on: dict[int, Machine] = {}
         self._idle_s: dict[int, float] = {}
@@ -63,6 +65,17 @@ class RemoteMachines:
     def __len__(self) -> int:
         return len(self._machines)
 
+    def __contains__(self, machine: Machine) -> bool:
+        return machine in self._machines
+
+    def has_name(self, name: str) -> bool:
+        return name in self._names
+
+    def newest(self, count: int, address: str) -> list[Machine]:
+        """The ``count`` machines that have come last and are not at this address."""
+        others = (machine for machine in reversed(self._machines) if machine.given.address != address)
+        return list(itertools.islice(others, count))
+
     @property
     def room(self) -> int:
         """How many workers all machines start."""
@@ -77,7 +90,10 @@ class RemoteMachines:
         """The machine of the head comes first: of two halves of a run, the one with the first member may continue."""
         channel = machine.channel
         is_here = channel.local_address is not None and channel.local_address.host == channel.peer_address.host
-        self._machines.insert(0 if is_here else len(self._machines), machine)
+        self._machines[machine] = None
+        if is_here:
+            self._machines = {machine: None, **self._machines}
+        self._names.add(machine.name)
 
     def adopt(self, machine: Machine, workers: Iterable[int]) -> None:
         """These workers run on the machine already."""
@@ -88,7 +104,8 @@ class RemoteMachines:
 
     def remove(self, machine: Machine) -> tuple[int, ...]:
         """The machine is gone. Returns its workers."""
-        self._machines.remove(machine)
+        del self._machines[machine]
+        self._names.discard(machine.name)
         for id in machine.workers:
             self._of.pop(id, None)
         return tuple(machine.workers)
@@ -150,7 +167,7 @@ class RemoteMachines:
             first += machine.given.room
         if not ranks:
             return {}
-        master = self._machines[0].given
+        master = next(iter(self._machines)).given
         port = master.master_ports[self._starts % len(master.master_ports)] if master.master_ports else 0
         for number, (machine, mine) in enumerate(placed):
             if mine:

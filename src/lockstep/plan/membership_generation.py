@@ -16,13 +16,13 @@ _MAX_FRUITLESS = 3
 def settle(state: State, why: str) -> Decision:
     """Form the next generation if every worker that must be there is; else ask for a change if a worker waits for one."""
     if state.generation < 0:
-        waiting = [id for id in state.with_status(Status.WAITING) if not state.worker(id).leaving]
-        if waiting and not state.with_status(Status.STARTING):
-            return _form(state, waiting, why)
-        return state, (), why
+        if any(worker.status is Status.STARTING for worker in state.workers):
+            return state, (), why
+        waiting = [worker.id for worker in state.workers if worker.status is Status.WAITING and not worker.leaving]
+        return _form(state, waiting, why) if waiting else (state, (), why)
     leaving = [id for id in state.members if state.worker(id).leaving]
     if state.members and all(state.worker(id).status is Status.READY for id in state.members):
-        staying = [id for id in state.members if id not in leaving]
+        staying = [id for id in state.members if not state.worker(id).leaving]
         if not staying:  # they stop together and not one by one, so that they can save
             state, actions, why = _form(state, state.members, why)
             return state, (*actions, Stop(state.members)), "all workers were asked to leave"
@@ -78,7 +78,8 @@ def doing(state: State, worker: Worker) -> str:
 def note_commit(state: State, step: int) -> State:
     """``step`` steps have committed: the current members have taken part in the last one, if it is newer than their generation."""
     if step > state.formed_at_step:
-        new = [worker for worker in state.workers if not worker.has_committed and worker.id in state.members]
+        members = frozenset(state.members)
+        new = [worker for worker in state.workers if not worker.has_committed and worker.id in members]
         if any(worker.is_replacement for worker in new):
             state = replace(state, failed_respawns=0)
         if new:
@@ -178,8 +179,9 @@ def _no_progress(state: State) -> str:
 
 def _changes(state: State, members: Sequence[int]) -> str:
     """How ``members`` differ from the current generation: "worker 7 joined; 3 workers"."""
-    left = [state.worker(id).name for id in state.members if id not in members]
-    joined = [state.worker(id).name for id in members if id not in state.members]
+    before, after = frozenset(state.members), frozenset(members)
+    left = [state.worker(id).name for id in state.members if id not in after]
+    joined = [state.worker(id).name for id in members if id not in before]
     parts = [*state.departed, *(f"{', '.join(names)} {verb}" for names, verb in ((left, "left"), (joined, "joined")) if names)]
     suffix = "" if joined else " continues" if len(members) == 1 else " continue"
     return f"{', '.join(parts) or state.broken_by or 'no worker joined or left'}; {count(len(members))}{suffix}"

@@ -53,10 +53,13 @@ def _kill_late_starters(state: State, now: float) -> Decision:
 
 def _kill_late_members(state: State, idle_s: dict[int, float], now: float) -> Decision:
     """Kill members that stay in a generation which others have left, or which is broken."""
-    ready = [id for id in state.members if state.worker(id).status is Status.READY]
-    late = [id for id in state.members if id not in ready and not state.worker(id).hung]
     since = [at for at in (state.ready_at, state.broken_at) if at is not None]
-    if not late or not since:
+    if not since or now - max(since) <= state.policy.hang_timeout_s:
+        return state, (), ""
+    members = [state.worker(id) for id in state.members]
+    ready = [worker.id for worker in members if worker.status is Status.READY]
+    late = [worker.id for worker in members if worker.status is not Status.READY and not worker.hung]
+    if not late:
         return state, (), ""
     # If all members are late, the machine is slow, or they are behind the last loop. To kill them all would lose the training
     # state and help nobody, unless they hang.

@@ -64,7 +64,8 @@ def has_majority(members: Sequence[int], present: Sequence[int]) -> bool:
 
     Two disjoint sets cannot both have a majority, so two heads cannot both continue.
     """
-    alive = [id for id in members if id in set(present)]
+    there = frozenset(present)
+    alive = [id for id in members if id in there]
     return 2 * len(alive) > len(members) or (2 * len(alive) == len(members) and bool(alive) and alive[0] == members[0])
 
 
@@ -76,7 +77,8 @@ def recover(policy: Policy, reports: Sequence[MachineReport], now: float) -> tup
     latest = newest(reports)
     found = {worker.id: worker for report in reports for worker in report.workers}
     kept = list(found.values()) if latest.generation < 0 else [found[id] for id in latest.members if id in found]
-    dropped = tuple(id for id in found if id not in {worker.id for worker in kept})
+    kept_ids = {worker.id for worker in kept}
+    dropped = tuple(id for id in found if id not in kept_ids)
     lost = [id for id in latest.members if id not in found]
     members = tuple(worker.id for worker in kept) if latest.generation >= 0 else ()
     state = State(

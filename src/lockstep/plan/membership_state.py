@@ -6,6 +6,7 @@ import enum
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from lockstep.errors import InvariantError
@@ -130,12 +131,16 @@ class State:
     """The exceptions that scripts raised, and where: "ValueError at train.py:12: ValueError: bad sample #"."""
 
     def __post_init__(self) -> None:
-        alive = {worker.id for worker in self.workers}
-        if not set(self.members) <= alive:
-            raise InvariantError(f"members {self.members} are not all alive: {sorted(alive)}")
+        if self.members and not self._by_id.keys() >= set(self.members):
+            raise InvariantError(f"members {self.members} are not all alive: {sorted(self._by_id)}")
+
+    @cached_property
+    def _by_id(self) -> dict[int, Worker]:
+        """There may be thousands of workers, and each event asks for several of them."""
+        return {worker.id: worker for worker in self.workers}
 
     def find(self, id: int) -> Worker | None:
-        return next((worker for worker in self.workers if worker.id == id), None)
+        return self._by_id.get(id)
 
     def worker(self, id: int) -> Worker:
         found = self.find(id)
@@ -157,5 +162,8 @@ class State:
 
     def update_all(self, ids: Collection[int], **changes: Any) -> State:
         """Returns the state in which these fields of several workers have changed."""
-        changed = frozenset(ids)
-        return replace(self, workers=tuple(replace(each, **changes) if each.id in changed else each for each in self.workers))
+        changed = dict(self._by_id)  # has the order of the workers
+        for id in ids:
+            if id in changed:
+                changed[id] = replace(changed[id], **changes)
+        return replace(self, workers=tuple(changed.values()))
