@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import training_run
 from tests.hosts import Hosts, missing_sshd
 from tests.waiting import wait_until
 
@@ -149,3 +150,19 @@ def test_between_two_hosts_each_sends_one_bucket_however_many_workers_it_has(hos
     assert len(counts) == 2
     for count in counts:  # 2(M-1)/M of the bucket for M = 2 hosts; headers and control are the rest
         assert BUCKET_BYTES * ROUNDS <= count < 1.05 * BUCKET_BYTES * ROUNDS
+
+
+def test_torchrun_on_two_hosts_gives_the_bits_of_one_process(hosts: Callable[[int], Hosts], tmp_path: Path, expected: str) -> None:
+    two = hosts(2)
+    running = []
+    for node, host in enumerate(two.names):
+        meet = [f"--master-addr={two.address('a')}", "--master-port=29612", "--nnodes=2", f"--node-rank={node}"]
+        command = [sys.executable, "-m", "torch.distributed.run", *meet, "--nproc-per-node=2", str(training_run.SCRIPT)]
+        folder = tmp_path / host  # a worker's note is named by its number, which torchrun does not set
+        folder.mkdir()
+        env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}
+        running.append(two.run(host, command, env, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+    for process in running:
+        output, _ = process.communicate(timeout=90)
+        assert process.returncode == 0, output[-2000:]
+    assert {(tmp_path / host / "done-0").read_text().strip() for host in two.names} == {expected}
