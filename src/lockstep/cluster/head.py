@@ -101,6 +101,7 @@ class Head:
         self._code: int | None = None
         self._registered_at = time.monotonic()
         self._watch_at = 0.0
+        self._silent: set[Machine] = set()
         callbacks = ChannelCallbacks(self._on_open, self._on_message, self._on_closed)
         self._listener = Listener(
             settings.listen,
@@ -130,6 +131,7 @@ class Head:
             try:
                 while self._code is None:
                     next_at = self._supervisor.next_at if self._supervisor is not None else float("inf")
+                    next_at = 0.0 if self._silent else next_at
                     self._loop.run_once(next_at)
                     self._on_time(time.monotonic())
                 self._tell_end(self._code)
@@ -150,7 +152,7 @@ class Head:
         self._output.flush()
         self._machines.now = now
         self._listener.on_time(now)
-        if now >= self._watch_at:  # there may be thousands of machines
+        if now >= self._watch_at or self._silent:  # there may be thousands of machines
             self._watch_at = now + min(0.1, self._settings.heartbeat_timeout_s / protocol.HEARTBEATS / 4)
             self._watch_machines(now)
         if self._phase is _Phase.RECOVERING:
@@ -164,14 +166,17 @@ class Head:
                 self._code = self._supervisor.end()
 
     def _watch_machines(self, now: float) -> None:
+        """A machine is lost if it is silent for the timeout, and still when all that has arrived meanwhile was read."""
         own_now = self._loop.clock.now()
         timeout_s = self._settings.heartbeat_timeout_s
         for machine in [machine for machine in self._channels.values() if machine is not None]:
             if now - machine.sent_at > timeout_s / protocol.HEARTBEATS:
                 machine.send({"type": "heartbeat"}, now)
-            if own_now - machine.heard_at > timeout_s:
-                machine.channel.close()
-                self._on_closed(machine.channel, f"machine {machine.name} has not answered for {timeout_s:g} s")
+        silent = {machine for machine in self._channels.values() if machine and own_now - machine.heard_at > timeout_s}
+        lost, self._silent = silent & self._silent, silent - self._silent
+        for machine in lost:
+            machine.channel.close()
+            self._on_closed(machine.channel, f"machine {machine.name} has not answered for {timeout_s:g} s")
         for candidate in list(self._candidates.values()):
             if now - candidate.since > _PROBE_TIMEOUT_S:
                 for name in candidate.waits_for:
