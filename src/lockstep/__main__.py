@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import lockstep
 from lockstep.checkpoint import checkpoint_command
 from lockstep.cluster import command_line as cluster_command_line
+from lockstep.engines import command_line as engines_command_line
 from lockstep.errors import UsageError
 from lockstep.launcher import command_line
 from lockstep.launcher.arguments import Parser, open_standard_streams, write
@@ -33,6 +34,7 @@ def _parser() -> Parser:
     commands = parser.add_subparsers(metavar="COMMAND")
     command_line.add_parsers(commands)
     cluster_command_line.add_parsers(commands)
+    engines_command_line.add_options(commands.choices["run"])
     checkpoint_command.add_parser(commands)
     return parser
 

@@ -21,6 +21,7 @@ LEVEL = {
     "elastic": 4,
     "checkpoint": 4,
     "replicas": 4,
+    "engines": 4,
     "training": 5,
     "integrations": 5,
     "__main__": 6,

@@ -23,6 +23,9 @@ WORKER_VARIABLES = (
     *(f"TORCHELASTIC_{name}" for name in _TORCHELASTIC_NAMES.split()),
 )
 """Workers do not inherit these from the agent: a worker of another run may have started it."""
+_LAUNCHER_PREFIXES = ("OMPI_", "PMIX_", "PMI_", "MPI_LOCAL", "SLURM_STEP_", "SLURM_NTASKS")
+_SLURM_TASK_NAMES = "PROCID LOCALID NODEID GTIDS NPROCS TASKS_PER_NODE TASK_PID"
+_LAUNCHER_NAMES = tuple(f"SLURM_{name}" for name in _SLURM_TASK_NAMES.split())
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,16 @@ class Placement:
     machines: int = 1
     address: str = ""
     """The address of this machine that others can reach; empty: there is only this machine."""
+
+
+def inherited_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables of the agent that its workers inherit.
+
+    If mpirun or srun has started the agent, its variables describe the agent: libraries in a worker would take that for the rank
+    and the number of the workers. What describes a whole Slurm job (``SLURM_JOB_ID``) is inherited.
+    """
+    dropped = {*WORKER_VARIABLES, *_LAUNCHER_NAMES}
+    return {name: value for name, value in environ.items() if name not in dropped and not name.startswith(_LAUNCHER_PREFIXES)}
 
 
 def threads_per_worker(size: int, environ: Mapping[str, str]) -> int:

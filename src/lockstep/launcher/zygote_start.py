@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, NoReturn, Protocol
 
 import lockstep
 from lockstep.launcher import packets
-from lockstep.launcher.environment import THREAD_VARIABLES, WORKER_VARIABLES
+from lockstep.launcher.environment import THREAD_VARIABLES, inherited_environment
 from lockstep.launcher.linux import die_with_parent
 from lockstep.launcher.worker import Entrypoint
 
@@ -40,7 +40,7 @@ class InterpreterStart:
     """Starts `python -m lockstep.launcher.zygote`, which imports the modules ``preload``. Its workers run ``entrypoint``."""
 
     def __init__(self, entrypoint: Entrypoint, preload: Sequence[str] = ()) -> None:
-        self._env = {name: value for name, value in os.environ.items() if name not in WORKER_VARIABLES}
+        self._env = inherited_environment(os.environ)
         restored_env = {name: self._env.get(name) for name in (*THREAD_VARIABLES, "PYTHONHASHSEED", "PYTHONPATH")}
         self.prepare: packets.Packet | None = {
             "type": "prepare",
