@@ -207,7 +207,7 @@ class Agent:
             self._code = message["code"]
 
     def _on_registered(self, message: Message) -> None:
-        is_again = bool(self._memory.run_id)
+        is_again = bool(self._memory.run_id) and not self._is_registered
         self._memory.run_id = message["run_id"]
         self._link.heartbeat_timeout_s, self._hang_timeout_s = message["heartbeat_timeout_s"], message["hang_timeout_s"]
         self._is_registered = True

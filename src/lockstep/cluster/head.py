@@ -204,7 +204,7 @@ class Head:
         if given.machine in names:
             number = next(n for n in range(2, len(names) + 3) if f"{given.machine}-{n}" not in names)
             given = replace(given, machine=f"{given.machine}-{number}")
-        if self._run_id and given.run_id and given.run_id != self._run_id:
+        if self._run_id and given.run_id and given.run_id != self._run_id and not self._adopt_run(given.run_id):
             self._refuse(
                 channel, f"machine {given.machine} belongs to another run. Stop its agent, and start it again for this run."
             )
@@ -214,17 +214,30 @@ class Head:
         self._is_only_head = self._is_only_head and given.heads == 1
         self._run_id = self._run_id or given.run_id or secrets.token_hex(8)
         self._run_folder.record("registered", machine=given.machine, host=str(channel.peer_address), room=given.room)
-        machine.send(
-            {
-                "type": "registered",
-                "run_id": self._run_id,
-                "heartbeat_timeout_s": self._settings.heartbeat_timeout_s,
-                "hang_timeout_s": self._settings.run.policy.hang_timeout_s,
-                "send_kept": bool(given.kept) and self._phase is not _Phase.RUNNING,
-            },
-            now,
-        )
+        self._tell_registered(machine)
         self._probe(machine, now)
+
+    def _adopt_run(self, run_id: str) -> bool:
+        """Continue the run that an agent names, if this head has not begun one. The machines that have registered are told.
+
+        An agent that was started in the place of a lost one may find a new head before the agents that belong to the run do.
+        """
+        if self._phase is not _Phase.GATHERING:
+            return False
+        self._run_id = run_id
+        for machine in [machine for machine in self._channels.values() if machine is not None]:
+            self._tell_registered(machine)
+        return True
+
+    def _tell_registered(self, machine: Machine) -> None:
+        message = {
+            "type": "registered",
+            "run_id": self._run_id,
+            "heartbeat_timeout_s": self._settings.heartbeat_timeout_s,
+            "hang_timeout_s": self._settings.run.policy.hang_timeout_s,
+            "send_kept": bool(machine.given.kept) and self._phase is not _Phase.RUNNING,
+        }
+        machine.send(message, time.monotonic())
 
     def _refuse(self, channel: Channel, why: str) -> None:
         self._console.say(f"an agent at {channel.peer_address} was refused: {why}")
