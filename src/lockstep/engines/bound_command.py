@@ -6,6 +6,7 @@ For parents with threads of other libraries, such as an actor of Ray: between fo
 from __future__ import annotations
 
 import runpy
+import signal
 import sys
 
 from lockstep.launcher.linux import die_with_parent
@@ -14,6 +15,8 @@ from lockstep.launcher.linux import die_with_parent
 def main() -> None:
     parent, *words = sys.argv[1:]
     die_with_parent(int(parent))
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # Ray blocks Ctrl-C in its actors, whose children inherit that
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     sys.argv[1:] = words
     runpy.run_module("lockstep", run_name="__main__", alter_sys=True)
 

@@ -117,7 +117,10 @@ def _execute(job: RayJob, *, is_function: bool = False) -> dict[str, Any]:
 
     from lockstep.engines.ray_run import RayRun
 
-    ray_run = RayRun(job)
+    try:
+        ray_run = RayRun(job)
+    except ValueError as error:  # of what was asked for, Ray cannot do something
+        raise UsageError(f"Ray cannot start the actors of this run: {' '.join(str(error).split())}") from error
     try:
         outcome = ray_run.run()
         if is_function:
@@ -157,7 +160,6 @@ def _make_job(
         if getattr(given, name) is not None:
             options += [f"--{name}", getattr(given, name)]
     in_job = dict(ray.get_runtime_context().runtime_env or {})
-    has_working_dir = "working_dir" in {**in_job, **runtime_env}
     variables = {**(in_job.get("env_vars") or {}), **(runtime_env.get("env_vars") or {})}
     name = time.strftime("%Y%m%d-%H%M%S", time.localtime()) + f"-{os.getpid()}"
     return RayJob(
@@ -165,7 +167,8 @@ def _make_job(
         [["-n", str(count), *options, *words] for count in counts],
         [bundle(count, each) for count in counts],
         Places(
-            None if has_working_dir or function is not None else os.getcwd(),
+            os.getcwd(),
+            "working_dir" in {**in_job, **runtime_env},
             None if given.run_dir is None else os.path.abspath(given.run_dir),
             name,
         ),

@@ -39,18 +39,21 @@ _CANNOT_WORK = 2
 class Places:
     """Where the children of actors run and leave their files.
 
-    ``folder``: the working directory; None: the one that the runtime environment of Ray has made. ``run_dir``: the run folder, or
-    None for a new one called ``name`` below lockstep-runs, in ``folder`` if it exists on the node, else in the temporary folder.
+    ``folder``: the current directory of the driver. Workers run there, unless ``has_working_dir``: then in the folder that Ray's
+    runtime environment has made on the node. ``run_dir``: the run folder, or None for a new one called ``name`` below lockstep-runs,
+    in ``folder`` if it exists on the node, else in the temporary folder.
     """
 
-    folder: str | None
+    folder: str
+    has_working_dir: bool
     run_dir: str | None
     name: str
 
     def run_folder(self, kind: str) -> Path:
         """A folder that no other actor uses, also if all nodes see the same file system."""
-        parent = self.folder if self.folder is not None and os.access(self.folder, os.W_OK) else tempfile.gettempdir()
-        run_dir = Path(self.run_dir) if self.run_dir is not None else Path(parent) / "lockstep-runs" / self.name
+        of_user = Path(tempfile.gettempdir()) / f"lockstep-{os.getuid()}"
+        parent = Path(self.folder) if os.access(self.folder, os.W_OK) else of_user
+        run_dir = Path(self.run_dir) if self.run_dir is not None else parent / "lockstep-runs" / self.name
         return run_dir / kind / f"{_node_address()}-{os.getpid()}"
 
 
@@ -191,20 +194,27 @@ class HeadActor(ChildActor):
 
 
 class AgentActor(ChildActor):
-    """``options``: of `lockstep agent`, and the script. ``function``: what workers call, if ``options`` name no script."""
+    """``options``: of `lockstep agent`, and the script. ``function``: what workers call, if ``options`` name no script.
 
-    def __init__(self, token: str, options: Sequence[str], function: bytes | None, places: Places, threads: int | None) -> None:
+    The function may be large, so ``function`` is a list with a reference to it in Ray's object store, or an empty list. The driver
+    keeps the object: Ray itself would drop a large argument of an actor, and could not restart the actor.
+    """
+
+    def __init__(self, token: str, options: Sequence[str], function: Sequence[Any], places: Places, threads: int | None) -> None:
         super().__init__()
         self._token, self._places, self._variables = token, places, {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
         self._private = tempfile.TemporaryDirectory(prefix="lockstep-")  # its user alone can read it
         self._head_file = Path(self._private.name) / "head.address"
-        self._options = list(options)
-        if function is not None:
+        self._options, self._calls_function = list(options), bool(function)
+        if function:
+            import ray
+
             path = Path(self._private.name) / "function.pickle"
-            path.write_bytes(function)
+            path.write_bytes(ray.get(function[0]))
             self._variables["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # Ray has added folders of the driver
             self._options += ["-m", "lockstep.engines.ray_function", str(path)]
         self._run_dirs: list[Path] = []
+        self._is_over = threading.Event()
         self._start_thread()
 
     def set_head(self, address: str) -> None:
@@ -215,29 +225,33 @@ class AgentActor(ChildActor):
         with self._changed:
             self._head = address
 
+    def set_over(self) -> None:
+        """The run is over: the agent ends, and is not started again."""
+        self._is_over.set()
+
     def result(self, worker: int) -> bytes | None:
         """Returns what the function has returned on a worker, pickled; None if this node did not have the worker."""
         paths = [run_dir / "workers" / str(worker) / "result.pickle" for run_dir in self._run_dirs]
         return next((path.read_bytes() for path in paths if path.exists()), None)
 
     def _supervise(self) -> None:
-        delay_s, folder = _FIRST_DELAY_S, self._places.folder
+        delay_s, folder = _FIRST_DELAY_S, None if self._places.has_working_dir else self._places.folder
         if folder is not None and not os.path.isdir(folder):
-            self._say(
-                f"there is no directory {folder} on the node {self._node}. Let Ray copy it to the nodes: --working-dir {folder}"
-            )
-            self._tell(code=_CANNOT_WORK)
-            return
+            if not self._calls_function:
+                copy = f"Let Ray copy it to the nodes: --working-dir {folder}"
+                self._say(f"there is no directory {folder} on the node {self._node}. {copy}")
+                self._tell(code=_CANNOT_WORK)
+                return
+            folder = None
         while True:
             run_dir = self._places.run_folder("machines")
             run_dir = run_dir.with_name(f"{run_dir.name}-{len(self._run_dirs)}")
             self._run_dirs.append(run_dir)
             where = ["--head-file", str(self._head_file), "--token-file", "-", "--run-dir", str(run_dir)]
             code = self._start(["agent", *where, *self._options], self._token, folder, self._variables).wait()
-            if code in (0, _CANNOT_WORK):
+            if code in (0, _CANNOT_WORK) or self._is_over.wait(delay_s):
                 self._tell(code=code)
                 return
-            time.sleep(delay_s)
             delay_s = min(2 * delay_s, _MAX_DELAY_S)
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"has ended with code {code}"
             self._say(f"the agent on {self._node} {how} and is started again.")

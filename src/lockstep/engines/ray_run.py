@@ -90,6 +90,7 @@ class RayRun:
         if job.runtime_env:
             options["runtime_env"] = job.runtime_env
         self._options = options
+        self._function = [] if job.function is None else [ray.put(job.function)]
         head = ray.remote(HeadActor).options(num_cpus=0, **_on_head_node(), **options)
         self._head = _Watched("the head", head.remote(self._token, job.head_options, job.places))
         self._group = placement_group(list(job.bundles), strategy="SPREAD")
@@ -142,7 +143,7 @@ class RayRun:
             where = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
             resources = {"num_cpus": bundle.get("CPU", 0), "num_gpus": bundle.get("GPU", 0)}
             actor = ray.remote(AgentActor).options(scheduling_strategy=where, **resources, **self._options)
-            agent = _Watched(f"agent {index}", actor.remote(self._token, words, job.function, job.places, job.threads))
+            agent = _Watched(f"agent {index}", actor.remote(self._token, words, self._function, job.places, job.threads))
             self._agents.append(agent)
             self._read(agent)
 
@@ -204,6 +205,8 @@ class RayRun:
 
     def _wait_for_agents(self) -> None:
         """The head has told the agents that the run is over."""
+        for agent in self._agents:
+            agent.handle.set_over.remote()
         deadline = time.monotonic() + _AGENTS_END_S
         while (left := deadline - time.monotonic()) > 0:
             running = [each for each, watched in self._pending.items() if watched is not self._head]
