@@ -37,10 +37,12 @@ docs: $(INSTALLED)
 bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks.step
 
-# A thousand random fault schedules against real runs, two at a time, and ten thousand damaged checkpoints: about two hours.
+# A thousand random fault schedules against real runs and two hundred against runs on three hosts, two at a time, and ten thousand
+# damaged checkpoints: about two and a half hours.
 chaos: $(INSTALLED)
 	$(BIN)/python -m tests.fuzz 0 10000
 	$(BIN)/python -m tests.chaos 0 1000 --jobs 2
+	$(BIN)/python -m tests.machine_chaos 0 200 --jobs 2
 
 # On a machine with a GPU, with whatever torch it has: nothing is installed.
 gpu:

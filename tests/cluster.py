@@ -13,6 +13,7 @@ The script is tests/scripts/train.py unless another one is given. All hosts see 
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -35,6 +36,7 @@ from tests.waiting import POLL_S
 PORT = 29400
 DEADLINE_S = 90.0
 _LAST_LINES = 40
+_CLONE_NEWNS = 0x20000
 
 
 class Member:
@@ -113,10 +115,11 @@ class Cluster:
         self.head[host] = self._start("head", host, ["head", *listen, *limits, *options])
         return self.head[host]
 
-    def start_agent(self, host: str, *options: str, workers: int | None = None) -> Member:
+    def start_agent(self, host: str, *options: str, workers: int | None = None, mounts: dict[Path, Path] | None = None) -> Member:
+        """``mounts``: folder -> the folder in whose place the agent and its workers see it."""
         heads = ",".join(f"{self.hosts.address(head)}:{PORT}" for head in self._heads)
         where = ["--head", heads, "--token-file", str(self.token), "-n", str(workers or self._workers)]
-        self.agent[host] = self._start("agent", host, ["agent", *where, *options, *self._script])
+        self.agent[host] = self._start("agent", host, ["agent", *where, *options, *self._script], mounts or {})
         return self.agent[host]
 
     def start(self, *options: str, workers: int | None = None, **settings: Any) -> None:
@@ -127,7 +130,7 @@ class Cluster:
         for host in self.hosts.names:
             self.start_agent(host, workers=workers)
 
-    def _start(self, kind: str, host: str, arguments: list[str]) -> Member:
+    def _start(self, kind: str, host: str, arguments: list[str], mounts: dict[Path, Path] | None = None) -> Member:
         number = sum(each.name.startswith(f"{kind} {host}") for each in self._all) + 1
         folder = self.folder / f"{kind}-{host}-{number}"
         folder.mkdir()
@@ -135,7 +138,7 @@ class Cluster:
         clean = {k: v for k, v in os.environ.items() if not k.endswith("_NUM_THREADS") and not k.startswith("LOCKSTEP_")}
         env = {**clean, **self.hosts.environment(host), **self._env}
         with (folder / "stdout.txt").open("wb") as out, (folder / "stderr.txt").open("wb") as err:
-            where = str(self.hosts.network(host)), str(self.folder)
+            where = str(self.hosts.network(host)), {str(folder): str(at) for folder, at in (mounts or {}).items()}, str(self.folder)
             process = fork(_enter, *where, arguments, env, descriptors=[err.fileno()], output=out.fileno())
         member = Member(f"{kind} {host} {number}", folder, process)
         self._all.append(member)
@@ -228,8 +231,13 @@ class Cluster:
 # -- in the forked process -----------------------------------------------------------------------------
 
 
-def _enter(err: int, network: str, folder: str, arguments: list[str], env: dict[str, str]) -> int:
+def _enter(err: int, network: str, mounts: dict[str, str], folder: str, arguments: list[str], env: dict[str, str]) -> int:
     enter_network(Path(network))
+    if mounts:
+        assert ctypes.CDLL(None).unshare(_CLONE_NEWNS) == 0
+        subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+    for own, at in mounts.items():
+        subprocess.run(["mount", "--bind", own, at], check=True)
     return launch._enter(err, folder, arguments, env)
 
 

@@ -113,6 +113,10 @@ class Hosts:
         """The ids of all processes on the host, also of those that other processes have started."""
         return _pids(self._namespace(host))
 
+    def pids_of(self, host: str, word: str) -> list[int]:
+        """The ids of the processes on the host that have not ended and whose command line contains ``word``."""
+        return [pid for pid in self.pids(host) if word in _command_line(pid)]
+
     def kill(self, host: str, number: int = signal.SIGKILL) -> None:
         """Send a signal to every process on the host. For a machine that loses power, ``cut`` it silently first."""
         for pid in self.pids(host):
@@ -140,6 +144,12 @@ class Hosts:
             self._is_down.remove(host)
             _ip("-n", self._namespace(host), "link", "set", "eth0", "up")
             self._add_neighbours(host)  # the kernel has forgotten them
+
+    def block(self, one: str, other: str) -> None:
+        """Lose every packet between two hosts, silently. Each reaches all others."""
+        for host, peer in ((one, other), (other, one)):
+            nobody = [self.address(peer), "lladdr", "02:00:00:00:ff:ff", "nud", "permanent", "dev", "eth0"]
+            _ip("-n", self._namespace(host), "neigh", "replace", *nobody)
 
     def limit(self, host: str, mbit: float | None) -> None:
         """Let the link of the host carry at most ``mbit`` megabits per second in each direction. None: no limit any more."""
@@ -272,6 +282,14 @@ def _ip(*arguments: str) -> str:
 
 def _pids(namespace: str) -> list[int]:
     return [int(pid) for pid in _run(["ip", "netns", "pids", namespace], check=False).split()]
+
+
+def _command_line(pid: int) -> str:
+    """Empty if the process has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return ""
 
 
 def _remove_namespace(namespace: str) -> None:

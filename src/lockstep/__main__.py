@@ -9,7 +9,9 @@ from collections.abc import Sequence
 import lockstep
 from lockstep.checkpoint import checkpoint_command
 from lockstep.cluster import command_line as cluster_command_line
+from lockstep.doctor import doctor_command
 from lockstep.engines import command_line as engines_command_line
+from lockstep.engines import render_command
 from lockstep.errors import UsageError
 from lockstep.launcher import command_line
 from lockstep.launcher.arguments import Parser, open_standard_streams, write
@@ -36,6 +38,8 @@ def _parser() -> Parser:
     cluster_command_line.add_parsers(commands)
     engines_command_line.add_options(commands.choices["run"])
     checkpoint_command.add_parser(commands)
+    render_command.add_parser(commands)
+    doctor_command.add_parser(commands)
     return parser
 
 

@@ -2,7 +2,7 @@
 
 It opens no socket, and imports no torch until ``World.device`` is called. The first launcher whose variables are set is used:
 
-    LOCKSTEP_*  >  torchrun (RANK, WORLD_SIZE, ...)  >  Slurm step  >  Open MPI  >  PMI  >  alone
+    LOCKSTEP_*  >  Kubeflow (PET_*)  >  torchrun (RANK, WORLD_SIZE, ...)  >  Slurm step  >  Open MPI  >  PMI  >  alone
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from urllib.parse import urlparse
 
 from lockstep.errors import UsageError
 
+AGENT_STORE = "agent:"
+"""The rendezvous of workers whose agent serves their store."""
 COMMS = ("auto", "shm", "twolevel", "gloo", "nccl")
 
 
@@ -88,7 +90,7 @@ class World:
             UsageError: Some variables of a launcher are missing or contradict each other. The message lists them.
         """
         env = os.environ if environ is None else environ
-        for read in (_from_lockstep, _from_torchrun, _from_slurm, _from_openmpi, _from_pmi):
+        for read in (_from_lockstep, _from_kubeflow, _from_torchrun, _from_slurm, _from_openmpi, _from_pmi):
             world = read(env)
             if world is not None:
                 return world
@@ -168,9 +170,14 @@ def machine_name() -> str:
         return socket.gethostname()
 
 
+def requested_machine() -> str:
+    """Returns the value of LOCKSTEP_MACHINE: processes with different values do not share memory. Empty if it is not set."""
+    return os.environ.get("LOCKSTEP_MACHINE", "")
+
+
 def machine_label() -> str:
     """Returns the name of this machine for people, and in the messages of agents: ``LOCKSTEP_MACHINE``, or the host name."""
-    return os.environ.get("LOCKSTEP_MACHINE") or socket.gethostname()
+    return requested_machine() or socket.gethostname()
 
 
 def gloo_address() -> str:
@@ -191,6 +198,7 @@ def _from_lockstep(env: Mapping[str, str]) -> World | None:
     store = env.get("LOCKSTEP_STORE", "")
     parsed = urlparse(store)
     is_address = (parsed.scheme == "tcp" and parsed.hostname and parsed.port) or (parsed.scheme == "file" and parsed.path)
+    is_address = is_address or (store == AGENT_STORE and "LOCKSTEP_AGENT_FD" in env)
     if size > 1 and not is_address:
         raise UsageError(
             f"LOCKSTEP_SIZE={size} needs a rendezvous, but LOCKSTEP_STORE={store!r}. "
@@ -198,6 +206,32 @@ def _from_lockstep(env: Mapping[str, str]) -> World | None:
         )
     run_id, machine = env.get("LOCKSTEP_RUN_ID", ""), env.get("LOCKSTEP_MACHINE", "")
     return World(*found, "LOCKSTEP_*", store, hosts_store=rank == 0, run_id=run_id, machine=machine)
+
+
+def _from_kubeflow(env: Mapping[str, str]) -> World | None:
+    """Kubeflow's Trainer and PyTorchJob set PET_* for torchrun in each pod; PyTorchJob sets RANK and WORLD_SIZE too.
+
+    Returns None if torchrun has read the variables: it sets LOCAL_RANK for each worker. Without torchrun a pod is one worker.
+    """
+    if "PET_NNODES" not in env or "LOCAL_RANK" in env:
+        return None
+    nodes, per_node = env["PET_NNODES"], env.get("PET_NPROC_PER_NODE", "1")
+    if not nodes.isdecimal() or (per_node.isdecimal() and int(per_node) > 1):
+        raise UsageError(
+            f"Kubeflow asks for {nodes} pods with {per_node} workers each (PET_NNODES={nodes!r}, PET_NPROC_PER_NODE={per_node!r}), "
+            "but this process is the only worker of its pod, because it was started without torchrun. "
+            "Let the command of the pod begin with torchrun, or ask for a fixed number of pods with one worker each."
+        )
+    size, number = int(nodes), "PET_NODE_RANK" if "PET_NODE_RANK" in env else "RANK"
+    if size == 1:
+        return World(source="Kubeflow")
+    if number not in env:
+        raise UsageError(f"the variables of Kubeflow are incomplete: PET_NNODES={size} is set, but PET_NODE_RANK is not. Set it.")
+    rank = _int(env, number)
+    if "RANK" in env and _int(env, "RANK") != rank:
+        raise UsageError(f"RANK={env['RANK']} contradicts PET_NODE_RANK={rank}, and this pod has one worker. Correct one of them.")
+    master = {key: env.get(f"PET_{key}") or env.get(key, "") for key in ("MASTER_ADDR", "MASTER_PORT")}
+    return World(rank, size, 0, 1, "Kubeflow", _master(master, size, "Kubeflow"), hosts_store=rank == 0)
 
 
 def _from_torchrun(env: Mapping[str, str]) -> World | None:

@@ -170,6 +170,17 @@ def test_the_machine_of_the_head_is_cut_off_and_the_majority_goes_on_with_the_ne
         assert cluster.result("b") == expected, cluster.dump()
 
 
+def test_agents_that_first_meet_different_heads_begin_one_run(make: Callable[..., Cluster], expected: str) -> None:
+    with make(2, heads="ab", workers=1) as cluster:
+        cluster.start_head("b", min_workers=2)
+        cluster.start_agent("b")
+        cluster.wait_until(lambda: cluster.head["b"].events("registered"), "the agent of b has found the second head only")
+        cluster.start_head("a", min_workers=2)
+        cluster.start_agent("a")
+        assert cluster.result() == expected, cluster.dump()
+        assert len(cluster.generations()[0][2]) == 2
+
+
 def test_a_machine_leaves_and_the_run_stops_and_resumes(make: Callable[..., Cluster], expected: str, tmp_path: Path) -> None:
     with make(hold_at=20, checkpoint=tmp_path / "checkpoints") as cluster:
         cluster.start()
@@ -188,4 +199,74 @@ def test_a_machine_leaves_and_the_run_stops_and_resumes(make: Callable[..., Clus
         cluster.hurry()
         cluster.start_head("a", min_workers=2)
         cluster.start_agent("b")
+        assert cluster.result() == expected, cluster.dump()
+
+
+WITHOUT_RUN = """
+import hashlib, os, signal, sys
+import torch
+import torch.distributed as dist
+import lockstep
+from tests.models import MLP, batch, loss_of, part
+
+world = lockstep.World.detect()
+if "torch" in sys.argv:
+    dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = lockstep.replicate(MLP(), timeout_s=20)
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(5):
+    x, y = batch(step, 24)
+    loss_of(model, part(x, world.rank, world.size), part(y, world.rank, world.size)).backward()
+    if step == 2 and world.rank == 3 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+    opt.step()
+    opt.zero_grad()
+name = lockstep.replica_of(model).comm.name
+digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
+open(f"done-{world.rank}", "w").write(f"{name} {world.size} {digest}\\n")
+"""
+
+
+@pytest.mark.parametrize("group", ["lockstep", "torch"])
+def test_scripts_without_run_find_each_other_and_are_started_again(
+    make: Callable[..., Cluster], tmp_path: Path, group: str
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(WITHOUT_RUN.replace("\\\\n", "\\n"))
+    with make(2, script=script, args=[group]) as cluster:
+        cluster.start()
+        result = cluster.result()
+        assert result.startswith("twolevel 4 "), cluster.dump()
+        assert "All workers are stopped and start again (restart 1 of 3)" in cluster.head["a"].stderr(), cluster.dump()
+        assert len(cluster.notes("done")) == 4
+
+
+def test_machines_that_do_not_share_the_checkpoint_folder_are_named(make: Callable[..., Cluster], tmp_path: Path) -> None:
+    place = tmp_path / "place"
+    place.mkdir()
+    with make(2, checkpoint=place) as cluster:
+        cluster.start_head("a", min_workers=4)
+        for host in "ab":  # each machine has a folder of its own there
+            own = tmp_path / f"own-{host}"
+            own.mkdir()
+            cluster.start_agent(host, mounts={own: place})
+        assert cluster.wait(cluster.head["a"]) == 1, cluster.dump()
+        assert "does not see what machine" in cluster.head["a"].stderr()
+        assert "Name a folder that all machines share" in cluster.head["a"].stderr()
+
+
+def test_a_machine_that_others_cannot_reach_is_named_at_once(make: Callable[..., Cluster], expected: str) -> None:
+    with make(3, hold_at=20) as cluster:
+        cluster.hosts.block("b", "c")
+        cluster.start_head("a", min_workers=4)
+        for host in "ab":
+            cluster.start_agent(host)
+        cluster.wait_for_size(4)
+        cluster.start_agent("c")
+        assert cluster.wait(cluster.agent["c"], 20.0) == 1, cluster.dump()
+        refusal = cluster.agent["c"].stderr()
+        for part in ("machine c cannot reach machine b: cannot connect to ", cluster.hosts.address("b"), "machine b cannot reach"):
+            assert part in refusal, cluster.dump()
+        cluster.hurry()
         assert cluster.result() == expected, cluster.dump()

@@ -2,8 +2,9 @@
 
 CHAOS_CHECKPOINT: where checkpoints are saved. CHAOS_LOADERS: how many processes load data. CHAOS_SCALER: 1 for a GradScaler that
 overflows every few steps. CHAOS_MACHINES: over how many machines the workers pretend to be spread. CHAOS_DIE_IN: worker 1 is
-killed in step 6, when it has "logged" or "stepped". The loop is slow until a file named hurry appears, and CHAOS_HOLD_AT is a step
-that waits for it. raise-<worker>: the worker raises. slow-<worker>: the worker sleeps once.
+killed in step 6, when it has "logged" or "stepped". The loop is slow until a file named hurry appears: CHAOS_PACE_S is how long
+each micro-batch sleeps, and CHAOS_HOLD_AT is a step that waits for the file. raise-<worker>: the worker raises. slow-<worker>:
+the worker sleeps once.
 
 It writes pid-<worker>, step (the last one that rank 0 has committed), logged.jsonl (what on_log got),
 seen-<worker>.jsonl (run.logged after each step), open-<worker>.jsonl (how many descriptors are open after each loop), and
@@ -34,6 +35,7 @@ if machines > 1:
 checkpoint = os.environ.get("CHAOS_CHECKPOINT")
 loaders = int(os.environ.get("CHAOS_LOADERS", "0"))
 hold_at = int(os.environ.get("CHAOS_HOLD_AT", "-1"))
+pace_s = float(os.environ.get("CHAOS_PACE_S", "0.03"))
 
 
 def append(name: str, entry: Any) -> None:
@@ -54,7 +56,7 @@ def obey_files() -> None:
             if file.name.startswith("raise"):
                 raise RuntimeError("asked to")
             time.sleep(0.4)
-    time.sleep(0.001 if Path("hurry").exists() else 0.03)
+    time.sleep(0.001 if Path("hurry").exists() else pace_s)
     while run.step == hold_at and not Path("hurry").exists():
         time.sleep(0.01)
 

@@ -3,7 +3,8 @@
 TRAIN_CHECKPOINT, TRAIN_EVERY, TRAIN_KEEP: where and how often checkpoints are saved, and how many of them are kept.
 TRAIN_LOADERS: how many processes load data.
 TRAIN_PACE_S: every micro-batch sleeps this many seconds.
-TRAIN_HOLD_AT: from this step on every micro-batch sleeps 0.1 s until there is a file named hurry: a test has time to act.
+TRAIN_HOLD_AT: from this step on every micro-batch sleeps TRAIN_HOLD_S (0.1 s) until there is a file named hurry: a test has
+time to act.
 TRAIN_FLIP_AT: after this step one bit of worker 1's parameters is flipped.
 TRAIN_DIE_IN: worker 1 is killed at this point of a step, see die_in.
 raise-<worker>: the worker raises. slow-<worker>: the worker sleeps once. hang-<worker>: the worker sleeps for ever.
@@ -26,6 +27,7 @@ worker = os.environ.get("LOCKSTEP_WORKER", "0")
 Path(f"pid-{worker}").write_text(f"{os.getpid()}\n")
 pace_s = float(os.environ.get("TRAIN_PACE_S", "0"))
 hold_at = int(os.environ.get("TRAIN_HOLD_AT", "60"))
+hold_s = float(os.environ.get("TRAIN_HOLD_S", "0.1"))
 checkpoint = os.environ.get("TRAIN_CHECKPOINT")
 every = os.environ.get("TRAIN_EVERY", "7 steps")
 keep = int(os.environ.get("TRAIN_KEEP", "3"))
@@ -71,7 +73,7 @@ def obey_files() -> None:
         time.sleep(0.4)
     while Path(f"hang-{worker}").exists():
         time.sleep(0.05)
-    time.sleep(0.1 if run.step >= hold_at and not Path("hurry").exists() else pace_s)
+    time.sleep(hold_s if run.step >= hold_at and not Path("hurry").exists() else pace_s)
 
 
 before(run._engine._reducer, "_launch_buckets", "bucket")

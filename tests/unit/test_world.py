@@ -28,6 +28,15 @@ OMPI = {
 }
 PMI = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2", "PMI_JOBID": "job"}
 
+TRAINJOB = {  # Kubeflow Trainer; PyTorchJob adds RANK, WORLD_SIZE and MASTER_*
+    "PET_NNODES": "4",
+    "PET_NPROC_PER_NODE": "1",
+    "PET_NODE_RANK": "2",
+    "PET_MASTER_ADDR": "train-node-0-0.train",
+    "PET_MASTER_PORT": "29500",
+}
+PYTORCHJOB = {**TRAINJOB, **MASTER, "RANK": "2", "WORLD_SIZE": "4"}
+
 
 def test_a_lone_process() -> None:
     world = World.detect({})
@@ -75,6 +84,18 @@ def test_open_mpi_and_pmi() -> None:
         assert World.detect({**env, **MASTER}).rendezvous == "tcp://10.0.0.1:29500"
 
 
+def test_kubeflow() -> None:
+    for env in (TRAINJOB, PYTORCHJOB, {**TRAINJOB, "PET_NPROC_PER_NODE": "auto"}):
+        world = World.detect(env)
+        assert (world.rank, world.size, world.local_rank, world.local_size) == (2, 4, 0, 1), "each pod is a machine"
+        assert (world.source, world.rendezvous) == ("Kubeflow", "tcp://train-node-0-0.train:29500")
+        assert not world.hosts_store
+    assert World.detect({**TRAINJOB, "PET_NODE_RANK": "0"}).hosts_store
+    under_torchrun = World.detect({**PYTORCHJOB, **TORCHRUN, "PET_NPROC_PER_NODE": "4"})
+    assert (under_torchrun.source, under_torchrun.rank, under_torchrun.local_rank) == ("torchrun", 5, 1)
+    assert World.detect({"PET_NNODES": "1", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": "0"}).size == 1
+
+
 def test_lockstep_variables_win() -> None:
     ours = {"LOCKSTEP_RANK": "1", "LOCKSTEP_SIZE": "2", "LOCKSTEP_STORE": "file:///tmp/x/y"}
     world = World.detect({**TORCHRUN, **SLURM, **ours})
@@ -98,6 +119,10 @@ def test_lockstep_variables_win() -> None:
         ({"OMPI_COMM_WORLD_RANK": "1"}, ["OMPI_COMM_WORLD_SIZE"]),
         ({**OMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}, ["Open MPI", "MASTER_ADDR"]),
         ({"PMI_SIZE": "4"}, ["PMI_RANK"]),
+        ({**TRAINJOB, "PET_NPROC_PER_NODE": "8"}, ["PET_NPROC_PER_NODE='8'", "torchrun"]),
+        ({**TRAINJOB, "PET_NNODES": "2:4"}, ["PET_NNODES='2:4'", "a fixed number of pods"]),
+        ({"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1"}, ["PET_NODE_RANK is not"]),
+        ({**PYTORCHJOB, "RANK": "3"}, ["RANK=3", "PET_NODE_RANK=2"]),
         ({"LOCKSTEP_RANK": "0", "LOCKSTEP_SIZE": "2"}, ["LOCKSTEP_STORE", "tcp://HOST:PORT"]),
         ({"LOCKSTEP_RANK": "0", "LOCKSTEP_SIZE": "2", "LOCKSTEP_STORE": "http://x"}, ["http://x"]),
     ],

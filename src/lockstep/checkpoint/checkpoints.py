@@ -23,6 +23,7 @@ from enum import Enum, auto
 from typing import Any
 
 from lockstep.checkpoint.background_task import BackgroundTask
+from lockstep.checkpoint.common_place import require_common_place
 from lockstep.checkpoint.hyperparameters import read_hyperparameters
 from lockstep.checkpoint.in_flight import CheckpointInFlight
 from lockstep.checkpoint.manifest import Manifest
@@ -125,6 +126,7 @@ class Checkpoints:
         """
         comm = self._comm()
         identity = self._ownership.acquire()
+        require_common_place(self._retention.storage, comm)
         found = self._resumption.read(self._retention, comm, self._run_state)
         if found is None:
             return False
@@ -319,6 +321,9 @@ class Checkpoints:
         try:
             data = manifest.to_json()
             self._ownership.require()
+            missing = [name for name in manifest.files if not storage.exists(checkpoint.folder, name)]
+            if missing:
+                raise OSError(f"{missing[0]}, which another worker has written, is not there. Do all machines share {storage.url}?")
             storage.publish(checkpoint.folder, data)
         except Exception as error:  # noqa: BLE001 - a storage may raise anything
             checkpoint.fail(f"rank 0: {type(error).__name__}: {error}")

@@ -1,7 +1,8 @@
 """Agent: starts and watches the workers of one machine, and does what the head of the run says. Decides nothing about membership.
 
 If the head is lost, the workers go on. The agent keeps what they want to tell the head, and connects to the same head or to another
-one of its list. It reports what it remembers of the run (run_memory.py), then what was kept.
+one of its list. It reports what it remembers of the run (run_memory.py). When the head says that it decides for the run, the agent
+sends what was kept.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ import signal
 import socket
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import lockstep
 from lockstep.cluster import protocol
 from lockstep.cluster.head_link import HeadCallbacks, HeadLink, HeadList
 from lockstep.cluster.messages import Message
-from lockstep.cluster.own_addresses import reachable_host
+from lockstep.cluster.own_addresses import interface_of, reachable_host
 from lockstep.cluster.reachability import Reachability
 from lockstep.cluster.run_memory import RunMemory
 from lockstep.cluster.tls import ClientTls
@@ -79,7 +80,7 @@ class Agent:
         self._master_ports = [MasterPort("0.0.0.0") for _ in range(_MASTER_PORTS)]
         self._address = ""
         self._hang_timeout_s = 30.0
-        self._is_registered = False
+        self._has_head = False  # one that decides for the run
         self._code: int | None = None
         self._leaving_for = ""
         self._kill_at = float("inf")
@@ -122,7 +123,7 @@ class Agent:
             self._kill_at = float("inf")
             self._console.say(f"killing the workers, which did not stop within {self._settings.grace_s:g} s.")
             self._machine.kill_all()
-        if not self._is_registered and not self._memory.run_id and self._link.away_s > self._settings.connect_timeout_s:
+        if not self._has_head and not self._memory.run_id and self._link.away_s > self._settings.connect_timeout_s:
             self._end(1, f"no head answered within {self._settings.connect_timeout_s:g} s: {self._link.reasons}")
         elif self._memory.run_id and self._link.away_s > self._settings.head_timeout_s:
             self._end(1, f"there has been no head for {self._settings.head_timeout_s:g} s: {self._link.reasons}")
@@ -130,7 +131,7 @@ class Agent:
     def _end(self, code: int, why: str) -> None:
         self._run_folder.record("end", code=code, why=why)
         if code != 0 or self._leaving_for:
-            self._console.say(why + ".")
+            self._console.say(why.rstrip(".") + ".")
         self._code = code
 
     # -- the head ----------------------------------------------------------------------------------
@@ -165,9 +166,8 @@ class Agent:
 
     def _on_head_lost(self, why: str) -> None:
         self._run_folder.record("head lost", why=why)
-        if self._is_registered:
-            self._console.say(f"the head is lost: {why}. The workers continue; one that loses a peer waits until the head is back.")
-        self._is_registered = False
+        self._console.say(f"the head is lost: {why}. The workers continue; one that loses a peer waits until the head is back.")
+        self._has_head = False
 
     def _on_message(self, message: Message) -> None:
         kind = message["type"]
@@ -175,7 +175,9 @@ class Agent:
             self._memory.on_answer(message["workers"], message["packet"])
             self._machine.send(message["workers"], message["packet"])
         elif kind == "registered":
-            self._on_registered(message)
+            self._link.heartbeat_timeout_s, self._hang_timeout_s = message["heartbeat_timeout_s"], message["hang_timeout_s"]
+        elif kind == "running":
+            self._on_running(message)
         elif kind == "refused":
             self._end(1, message["why"])
         elif kind == "probe":
@@ -206,14 +208,21 @@ class Agent:
             self._machine.kill_all()
             self._code = message["code"]
 
-    def _on_registered(self, message: Message) -> None:
-        is_again = bool(self._memory.run_id) and not self._is_registered
+    def _on_running(self, message: Message) -> None:
+        """The head decides for the run from now on, and knows what this agent has reported."""
+        is_again = bool(self._memory.run_id)
         self._memory.run_id = message["run_id"]
-        self._link.heartbeat_timeout_s, self._hang_timeout_s = message["heartbeat_timeout_s"], message["hang_timeout_s"]
-        self._is_registered = True
+        self._has_head = True
+        self._link.settle()
         self._run_folder.record("registered", run_id=message["run_id"])
         if is_again:
             self._console.say("the head is back.")
+        else:
+            room = f"{self._settings.room} worker{'' if self._settings.room == 1 else 's'}"
+            self._console.say(
+                f"machine {machine_label()} belongs to the run of the head at {self._link.head_address}, with room for {room}. "
+                f"Their output is in {self._run_folder.path / 'workers'}."
+            )
         if message["send_kept"]:
             for packet in self._memory.kept.values():
                 self._link.send({"type": "kept", "packet": packet})
@@ -227,7 +236,7 @@ class Agent:
 
     def _tell(self, message: Message) -> None:
         """Send a message to the head, now or when there is one."""
-        if self._is_registered:
+        if self._has_head:
             self._link.send(message)
             if message["type"] == "exited":
                 self._memory.gone(message["worker"])
@@ -240,6 +249,8 @@ class Agent:
         except (TypeError, ValueError) as error:
             self._end(1, f"the head has sent an order that makes no sense ({error})")
             return
+        interface = interface_of(self._address)
+        places = {id: replace(place, interface=interface) for id, place in places.items()}
         self._memory.spawned(list(places))
         if any(place.rank == 0 for place in places.values()):
             self._memory.main_worker = next(id for id, place in places.items() if place.rank == 0)
@@ -250,7 +261,7 @@ class Agent:
         self._console.say(f"the run has gone on without {len(workers)} workers of this machine. They are killed and start anew.")
         for id in workers:
             self._memory.gone(id)
-            self._machine.stop(id, 0.0)
+            self._machine.drop(id)
 
     def _say(self, text: str) -> None:
         self._console.say(text)
@@ -263,7 +274,7 @@ class Agent:
 
     def on_packet(self, worker: int, packet: packets.Packet) -> None:
         self._memory.on_packet(worker, packet)
-        if packet.get("type") in ("progress", "store") and not self._is_registered:
+        if packet.get("type") in ("progress", "store") and not self._has_head:
             return  # the next progress says more; requests to the store are repeated
         self._tell({"type": "packet", "worker": worker, "packet": packet})
 

@@ -62,7 +62,7 @@ class Channel:
 
     Attributes:
         purpose: What the client has connected for. Empty on the server until the channel is open.
-        peer_address: The other end. On a client that is not connected yet: the address that was given.
+        peer_address: The other end. On a client: the address that was given.
         local_address: This end, None until the channel is connected. Its host is the address under which
             the peer reaches this machine, unless the network translates addresses.
     """
@@ -231,15 +231,15 @@ class Channel:
 
     def _on_ready(self) -> None:
         try:
-            if self._failure is not None:
-                self._read_rest()
-                raise _ChannelError(self._failure)
             if self._state is _State.ENCRYPTING:
                 self._continue_tls()
             if self._state is _State.OPENING:
                 self._continue_opening()
             if self._state is _State.OPEN:
-                self._write()
+                self._write_or_fail_later()
+                if self._failure is not None:
+                    self._read_rest()
+                    raise _ChannelError(self._failure)
                 self._read()
         except _ChannelError as error:
             self._fail(str(error))
@@ -400,7 +400,12 @@ class Channel:
             self._callbacks.on_closed(self, why)
 
     def _closed_before_proof(self) -> str:
-        return f"{self._where} closed the connection before it had proven the token: it may have another token, or too many clients"
+        if isinstance(self._handshake, ServerHandshake):
+            return f"{self._where} closed the connection before it had proven the token. It may have another token"
+        return (
+            f"{self._where} closed the connection before it had proven the token. It may use TLS (then pass --ca), "
+            "have another version of Lockstep, or too many clients at the moment"
+        )
 
     def _watch(self, events: int | None = None) -> None:
         if self._socket is None:

@@ -12,6 +12,7 @@ from lockstep.cluster.address import Address
 from lockstep.errors import UsageError
 from lockstep.launcher.arguments import seconds, whole_number
 from lockstep.launcher.command_line import add_script, check_module, count_gpus, read_entrypoint
+from lockstep.world import gloo_interfaces
 
 
 def add_parsers(commands: Any) -> None:
@@ -127,7 +128,7 @@ def agent(given: argparse.Namespace) -> int:
         heads,
         room,
         shlex.join(words),
-        given.interface,
+        given.interface or next(iter(gloo_interfaces()), None),
         given.connect_timeout,
         given.head_timeout,
         given.grace,

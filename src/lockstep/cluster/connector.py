@@ -43,17 +43,27 @@ class Connector:
     ) -> None:
         self._address, self._selector = address, selector
         self._on_connected, self._on_failed = on_connected, on_failed
-        self._lookup = _Lookup(address)
-        self._socket: socket.socket | None = self._lookup.done
+        self._socket: socket.socket | None = None
         """What the selector watches: the end of the lookup, then the connection attempt."""
         self._found: list[_Found] | None = None
         self._timeout_s = TIMEOUT_S
         self._began: float | None = None
         self._failures: list[str] = []
-        selector.register(self._socket, selectors.EVENT_READ, self._looked_up)
+        self._not_begun: str | None = None
+        """Why even the lookup could not begin. ``on_time`` says so, because no callback is called from within this constructor."""
+        try:
+            self._lookup = _Lookup(address)
+        except OSError as error:  # no descriptor is free
+            self._not_begun = error.strerror or str(error)
+        else:
+            self._socket = self._lookup.done
+            selector.register(self._socket, selectors.EVENT_READ, self._looked_up)
 
     def on_time(self, now: float) -> None:
         """Called several times a second with a clock that never goes back. Ends what takes too long."""
+        if self._not_begun is not None:
+            why, self._not_begun = self._not_begun, None
+            self._fail(why)
         if self._socket is None:
             return
         if self._began is None:
@@ -146,13 +156,20 @@ class _Lookup:
         try:
             self._look_up(address, socket.AI_NUMERICHOST)  # an IP address: this does not block
         except (OSError, UnicodeError):
-            threading.Thread(target=self._run, args=(address,), name="lockstep-resolve", daemon=True).start()
+            self._start_thread(address)
         else:
             self._end.close()
 
     def _look_up(self, address: Address, flags: int = 0) -> None:
         rows = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=flags)
         self.found = [(family, name) for family, _, _, _, name in rows]
+
+    def _start_thread(self, address: Address) -> None:
+        try:
+            threading.Thread(target=self._run, args=(address,), name="lockstep-resolve", daemon=True).start()
+        except RuntimeError as error:  # this process may have no more threads
+            self.error = str(error)
+            self._end.close()
 
     def _run(self, address: Address) -> None:
         try:

@@ -35,7 +35,10 @@ REPLY_BYTES = _HEAD_BYTES + _NONCE_BYTES + _PROOF_BYTES
 
 
 class HandshakeError(Exception):
-    """The peer has not proven the token: a sentence without its subject. ``last_reply``: what may still be sent to the peer before the connection is closed."""
+    """The peer has not proven the token. The text is a sentence about the peer without its subject.
+
+    ``last_reply``: what may still be sent to the peer before the connection is closed.
+    """
 
     def __init__(self, why: str, last_reply: bytes = b"") -> None:
         super().__init__(why)

@@ -7,6 +7,9 @@ whose head was lost, continues it:
     gathering --an agent of a run registers--> recovering --all members, or those that came in time--> running
     running --too few members are left--> gathering (all connections are closed; the agents register again)
 
+A head that is not running keeps agents that know other heads for a few seconds only. The first head of their list keeps them
+longest, so that they meet there, or at the head that runs.
+
 How two heads that know the same agents exclude each other is in docs/internals/many_machines.md.
 """
 
@@ -35,6 +38,7 @@ from lockstep.launcher.outcome import write_outcome
 from lockstep.launcher.run_folder import RunFolder
 from lockstep.launcher.supervisor import Settings, Supervisor
 from lockstep.plan import membership_events as events
+from lockstep.plan.membership_generation import count
 from lockstep.plan.membership_recovery import has_majority, missing_members, newest, recover
 
 _REJOIN_S = 5.0
@@ -45,7 +49,8 @@ _PROBE_TIMEOUT_S = 15.0
 _END_S = 5.0
 """How long the agents may take to end when the run has ended."""
 _SAY_EVERY_S = 30.0
-_MAX_EARLY = 1 << 17
+_KEEP_FIRST_S, _KEEP_OTHER_S = 5.0, 1.0
+"""How long the first head of the agents' list, or another one, keeps agents after the last one has come, if it is not running."""
 
 
 class _Phase(enum.Enum):
@@ -72,7 +77,7 @@ class _Candidate:
     waits_for: set[str]
     """The machines whose answers to a probe are missing."""
     since: float
-    failures: dict[str, str]
+    failures: list[str]
 
 
 class Head:
@@ -93,7 +98,7 @@ class Head:
         self._is_only_head = True
         self._supervisor: Supervisor | None = None
         self._code: int | None = None
-        self._early: list[tuple[Machine, Message]] = []  # of agents, before the run continues
+        self._registered_at = time.monotonic()
         callbacks = ChannelCallbacks(self._on_open, self._on_message, self._on_closed)
         self._listener = Listener(
             settings.listen,
@@ -103,9 +108,6 @@ class Head:
             callbacks,
             tls=tls,
             on_refused=lambda address, why: run_folder.record("refused", address=str(address), why=why),
-            max_openings=256,
-            max_openings_of_one_host=256,
-            max_waiting=1024,
         )
 
     @property
@@ -119,7 +121,7 @@ class Head:
         temporary.write_text(f"{self.address}\n")
         temporary.rename(path)
         self._console.say(
-            f"this head listens on {self.address} and waits for agents with room for {self._settings.min_workers} workers. "
+            f"this head listens on {self.address} and waits for agents with room for {count(self._settings.min_workers)}. "
             f"Its files are in {self._run_folder.path}."
         )
         with self._loop:
@@ -160,11 +162,13 @@ class Head:
         for candidate in list(self._candidates):
             if now - candidate.since > _PROBE_TIMEOUT_S:
                 for name in candidate.waits_for:
-                    candidate.failures[name] = "no answer to the question whether it can be reached"
+                    candidate.failures.append(f"machine {name} has not said within {_PROBE_TIMEOUT_S:g} s what it can reach")
                 candidate.waits_for.clear()
                 self._admit_if_reachable(candidate)
         if self._phase is _Phase.RECOVERING:
             self._recover_if_possible(now)
+        if self._phase is not _Phase.RUNNING:
+            self._let_go(now)
         if self._phase is not _Phase.RUNNING and now >= self._say_at:
             self._say_at = now + _SAY_EVERY_S
             self._say_what_is_missing()
@@ -204,7 +208,7 @@ class Head:
         if given.machine in names:
             number = next(n for n in range(2, len(names) + 3) if f"{given.machine}-{n}" not in names)
             given = replace(given, machine=f"{given.machine}-{number}")
-        if self._run_id and given.run_id and given.run_id != self._run_id and not self._adopt_run(given.run_id):
+        if self._run_id and given.run_id and given.run_id != self._run_id:
             self._refuse(
                 channel, f"machine {given.machine} belongs to another run. Stop its agent, and start it again for this run."
             )
@@ -212,32 +216,17 @@ class Head:
         now = time.monotonic()
         machine = self._channels[channel] = Machine(given, channel, self._loop.clock.now(), now)
         self._is_only_head = self._is_only_head and given.heads == 1
-        self._run_id = self._run_id or given.run_id or secrets.token_hex(8)
+        self._registered_at = now
         self._run_folder.record("registered", machine=given.machine, host=str(channel.peer_address), room=given.room)
-        self._tell_registered(machine)
+        machine.send(
+            {
+                "type": "registered",
+                "heartbeat_timeout_s": self._settings.heartbeat_timeout_s,
+                "hang_timeout_s": self._settings.run.policy.hang_timeout_s,
+            },
+            now,
+        )
         self._probe(machine, now)
-
-    def _adopt_run(self, run_id: str) -> bool:
-        """Continue the run that an agent names, if this head has not begun one. The machines that have registered are told.
-
-        An agent that was started in the place of a lost one may find a new head before the agents that belong to the run do.
-        """
-        if self._phase is not _Phase.GATHERING:
-            return False
-        self._run_id = run_id
-        for machine in [machine for machine in self._channels.values() if machine is not None]:
-            self._tell_registered(machine)
-        return True
-
-    def _tell_registered(self, machine: Machine) -> None:
-        message = {
-            "type": "registered",
-            "run_id": self._run_id,
-            "heartbeat_timeout_s": self._settings.heartbeat_timeout_s,
-            "hang_timeout_s": self._settings.run.policy.hang_timeout_s,
-            "send_kept": bool(machine.given.kept) and self._phase is not _Phase.RUNNING,
-        }
-        machine.send(message, time.monotonic())
 
     def _refuse(self, channel: Channel, why: str) -> None:
         self._console.say(f"an agent at {channel.peer_address} was refused: {why}")
@@ -249,7 +238,7 @@ class Head:
     def _probe(self, machine: Machine, now: float) -> None:
         """Ask the machine whether it reaches some others, and these whether they reach it. Not within one address."""
         others = [other for other in self._machines if other.given.address != machine.given.address][-_MAX_PROBES:]
-        candidate = _Candidate(machine, {other.name for other in others} | ({machine.name} if others else set()), now, {})
+        candidate = _Candidate(machine, {other.name for other in others} | ({machine.name} if others else set()), now, [])
         self._candidates.append(candidate)
         for other in others:
             other.send({"type": "probe", "machines": {machine.name: _probe_address(machine)}}, now)
@@ -261,11 +250,11 @@ class Head:
         for candidate in list(self._candidates):
             if candidate.machine is machine:
                 for name, why in message["unreachable"].items():
-                    candidate.failures[name] = f"machine {machine.name} cannot reach machine {name}: {why}"
+                    candidate.failures.append(f"machine {machine.name} cannot reach machine {name}: {why}")
                 candidate.waits_for.discard(machine.name)
             elif candidate.machine.name in message["unreachable"]:
                 why = message["unreachable"][candidate.machine.name]
-                candidate.failures[machine.name] = f"machine {machine.name} cannot reach machine {candidate.machine.name}: {why}"
+                candidate.failures.append(f"machine {machine.name} cannot reach machine {candidate.machine.name}: {why}")
                 candidate.waits_for.discard(machine.name)
             elif candidate.machine.name in message["reached"]:
                 candidate.waits_for.discard(machine.name)
@@ -276,8 +265,8 @@ class Head:
             return
         self._candidates.remove(candidate)
         if candidate.failures:
-            why = ". ".join(candidate.failures.values())
-            self._refuse(candidate.machine.channel, f"{why}. Open these ports between the machines, or name --interface.")
+            why = "; ".join(candidate.failures)
+            self._refuse(candidate.machine.channel, f"{why}. Let the machines reach each other, or name another --interface.")
         else:
             self._admit(candidate.machine)
 
@@ -286,12 +275,14 @@ class Head:
         report = machine.given.report
         if self._phase is _Phase.RUNNING:
             assert self._supervisor is not None
+            self._tell_running(machine)
             if report.workers:
                 machine.send({"type": "drop", "workers": [worker.id for worker in report.workers]}, time.monotonic())
             if machine.given.room:
                 self._supervisor.decide(events.MachineJoined(machine.name, machine.given.room))
             return
         if machine.given.run_id and (report.workers or report.generation >= 0):
+            self._run_id = machine.given.run_id
             self._phase = _Phase.RECOVERING
             self._recovering_since = self._recovering_since or time.monotonic()
             return
@@ -304,9 +295,14 @@ class Head:
     def _start(self) -> None:
         self._phase = _Phase.RUNNING
         names = ", ".join(f"{machine.name} ({machine.given.room})" for machine in self._machines)
-        self._console.say(f"starting {self._machines.room} workers on {names}.")
-        self._early.clear()
+        self._console.say(f"starting {count(self._machines.room)} on {names}.")
+        self._run_id = self._run_id or secrets.token_hex(8)
+        for machine in self._machines:
+            self._tell_running(machine)
         self._make_supervisor().start()
+
+    def _tell_running(self, machine: Machine, *, send_kept: bool = False) -> None:
+        machine.send({"type": "running", "run_id": self._run_id, "send_kept": send_kept}, time.monotonic())
 
     def _make_supervisor(self) -> Supervisor:
         settings = replace(self._settings.run, size=self._machines.room, threads=self._machines.threads)
@@ -331,17 +327,14 @@ class Head:
         decision, dropped = recover(self._settings.run.policy, reports, self._loop.clock.now())
         kept = {worker.id for worker in decision[0].workers}
         for machine in self._machines:
+            self._tell_running(machine, send_kept=bool(machine.given.kept))
             mine = [worker.id for worker in machine.given.report.workers]
             stale = [id for id in mine if id in dropped]
             if stale:
                 machine.send({"type": "drop", "workers": stale}, now)
             self._machines.adopt(machine, [id for id in mine if id in kept])
         self._console.say(f"continuing a run with {len(kept)} workers on {len(self._machines)} machines.")
-        supervisor = self._make_supervisor()
-        supervisor.resume(decision)
-        early, self._early = self._early, []
-        for machine, message in early:
-            self._on_worker_message(supervisor, machine, message)
+        self._make_supervisor().resume(decision)
 
     def _may_continue(self, members: tuple[int, ...], present: list[int]) -> bool:
         """Whether no other head can continue the run at the same time: agents know no other, or most members are here."""
@@ -380,13 +373,32 @@ class Head:
         assert self._supervisor is not None
         self._supervisor.close()
         self._supervisor = None
+        self._gather_again()
+
+    def _let_go(self, now: float) -> None:
+        """The agents register with their next head, if this head cannot decide for them soon."""
+        machines = [machine for machine in self._channels.values() if machine is not None]
+        if self._candidates or all(machine.given.heads == 1 for machine in machines):
+            return
+        keep_s = _KEEP_FIRST_S if machines[0].given.head_index == 0 else _KEEP_OTHER_S
+        reports = [machine.given.report for machine in self._machines]
+        if now - self._registered_at < keep_s:
+            return
+        if self._phase is _Phase.RECOVERING and reports:
+            missing = missing_members(reports)
+            members = newest(reports).members
+            if self._may_continue(members, [id for id in members if id not in missing]):
+                return
+        self._gather_again()
+
+    def _gather_again(self) -> None:
+        """Close all connections. The agents register again, here or with another head."""
         self._phase, self._recovering_since = _Phase.GATHERING, None
         self._machines = RemoteMachines()
         for channel in list(self._channels):
             channel.close()
         self._channels.clear()
         self._candidates.clear()
-        self._early.clear()
 
     def _leave(self, machine: Machine, why: str) -> None:
         if not machine.is_leaving:
@@ -413,8 +425,6 @@ class Head:
             self._leave(machine, message["why"])
         elif self._supervisor is not None:
             self._on_worker_message(self._supervisor, machine, message)
-        elif message["type"] != "heartbeat" and len(self._early) < _MAX_EARLY:
-            self._early.append((machine, message))
 
     def _on_worker_message(self, supervisor: Supervisor, machine: Machine, message: Message) -> None:
         kind = message["type"]

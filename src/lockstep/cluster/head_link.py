@@ -1,10 +1,11 @@
-"""HeadLink: an agent's connection to a head. Connects to the heads of a list in turn until one answers, and again if it is lost.
+"""HeadLink: an agent's connection to a head. Connects to the heads of a list in turn until one keeps it, and again if it is lost.
 
 Knows heartbeats, not what other messages mean.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import selectors
 import time
 from collections.abc import Callable, Sequence
@@ -32,8 +33,8 @@ class HeadList:
 
     @property
     def count(self) -> int:
-        """How many heads there may be at the same time."""
-        return len(self.fixed) if self.file is None else 2  # the head may move while an agent still has the old address
+        """How many heads there may be at the same time. A head whose address is in a file, or is a name, may move."""
+        return len(self.fixed) if self.file is None and all(_is_fixed(head.host) for head in self.fixed) else 2
 
     def addresses(self) -> list[Address]:
         """The addresses to try. Empty if the file does not exist yet, or contains none."""
@@ -46,18 +47,28 @@ class HeadList:
             return []
 
 
+def _is_fixed(host: str) -> bool:
+    """Whether the host is an IP address, at which only one process can listen, and no name that may stand for another one later."""
+    try:
+        ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return host == "localhost"
+    return True
+
+
 @dataclass(frozen=True)
 class HeadCallbacks:
     on_open: Callable[[], None]
     on_message: Callable[[Message], None]
     on_lost: Callable[[str], None]
-    """The connection to a head that had answered is lost."""
+    """The connection to the head of the run is lost."""
     say: Callable[[str], None]
 
 
 class HeadLink:
     """The addresses of ``heads`` are tried in their order, from the first one again after the last.
 
+    A head that answers may close the connection, because it does not decide for the run: then the next one is tried.
     ``clock()`` is the time without that in which this process was stopped (OwnClock).
     """
 
@@ -72,7 +83,7 @@ class HeadLink:
     ) -> None:
         self._heads, self._token, self._tls, self._selector, self._callbacks = heads, token, tls, selector, callbacks
         self._clock = clock
-        self._was_open = False
+        self._was_open = self._is_settled = False
         self._channel: Channel | None = None
         self._index = -1
         self._reasons: dict[Address, str] = {}
@@ -89,6 +100,12 @@ class HeadLink:
     def head_index(self) -> int:
         """The place of the current head in the list."""
         return self._index
+
+    @property
+    def head_address(self) -> Address:
+        """Of the current head."""
+        assert self._channel is not None
+        return self._channel.peer_address
 
     @property
     def local_host(self) -> str:
@@ -114,6 +131,10 @@ class HeadLink:
         if self._channel is not None and self._channel.is_open:
             self._channel.send(message)
             self._sent_at = time.monotonic()
+
+    def settle(self) -> None:
+        """The current head decides for the run: if it is lost, it is the first to be tried again."""
+        self._is_settled = True
 
     def on_time(self, now: float) -> None:
         channel = self._channel
@@ -166,6 +187,8 @@ class HeadLink:
         self._retry_at = now + _RETRY_S
         if self._was_open:
             self._was_open = False
-            self._index -= 1  # the same head may be back at once, at the same address
             self._lost_at, self._say_at = now, now + _SAY_AFTER_S
+        if self._is_settled:
+            self._is_settled = False
+            self._index -= 1  # the same head may be back at once, at the same address
             self._callbacks.on_lost(why)

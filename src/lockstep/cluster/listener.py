@@ -1,11 +1,12 @@
 """Listener: accepts the connections of other machines and opens a Channel on each. Knows how many may be in their opening.
 
 Anyone who reaches the port can connect. Until a client has proven the token it costs the listener one descriptor and less than a
-kilobyte, for at most 5 s, and only so many clients are served at the same time.
+kilobyte, for at most 5 s (and at most 5 s before, if it has to wait for others), and the number of such clients is limited.
 """
 
 from __future__ import annotations
 
+import resource
 import selectors
 import socket
 from collections import Counter, deque
@@ -20,11 +21,14 @@ from lockstep.errors import UsageError
 
 MAX_OPENINGS = 64
 MAX_OPENINGS_OF_ONE_HOST = 16
-MAX_WAITING = 256
+MAX_WAITING = 1024
 """Accepted connections whose opening has not begun, because too many others have. Further connections are closed at once."""
 _BACKLOG = 4096
 """Connections that the kernel holds until they are accepted; it may hold fewer (net.core.somaxconn)."""
 _ACCEPTED_AT_ONCE = 64
+_MAX_REPORTS = 20
+_REPORTS_EVERY_S = 10.0
+"""``on_refused`` is called at most 20 times in 10 s: otherwise anyone could fill a log file."""
 
 
 @dataclass
@@ -53,7 +57,7 @@ class Listener:
         on_refused: Callable[[Address, str], None] | None = None,
         max_openings: int = MAX_OPENINGS,
         max_openings_of_one_host: int = MAX_OPENINGS_OF_ONE_HOST,
-        max_waiting: int = MAX_WAITING,
+        max_waiting: int | None = None,
     ) -> None:
         """Listen on ``address``.
 
@@ -64,23 +68,28 @@ class Listener:
             purposes: What a client may connect for, each with the messages that it may send.
             callbacks: Those of each channel that is opened. They do not see a client that does not prove the token.
             tls: If given, clients must use TLS.
-            on_refused: Called with the address of a client that did not prove the token, and the reason.
+            on_refused: Called with the address of a client that did not prove the token, and the reason; at most 20 times in 10 s.
             max_openings: How many clients may be in their opening at the same time.
             max_openings_of_one_host: How many of these from the same IP address.
-            max_waiting: How many further clients wait for their opening. More are disconnected at once.
+            max_waiting: How many further clients wait for their opening. More are disconnected at once. If None: 1024, but no more
+                than a quarter of the descriptors that this process may have.
 
         Raises:
             UsageError: The address cannot be listened on.
         """
         self._token, self._selector, self._purposes, self._tls = token, selector, purposes, tls
         self._callbacks, self._on_refused = callbacks, on_refused
-        self._limits = (max_openings, max_openings_of_one_host, max_waiting)
+        if max_waiting is None:
+            max_waiting = min(MAX_WAITING, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
+        self._max_openings, self._max_openings_of_one_host, self._max_waiting = max_openings, max_openings_of_one_host, max_waiting
         self._own_callbacks = ChannelCallbacks(self._opened, callbacks.on_message, self._closed)
         self._openings: dict[Channel, str] = {}
         """With the host of each."""
         self._openings_of: Counter[str] = Counter()
-        self._waiting: deque[_Waiting] = deque()
+        self._waiting: dict[str, deque[_Waiting]] = {}
+        """By host, in the order of arrival."""
         self._is_accepting = True
+        self._reports_left, self._reports_since = _MAX_REPORTS, 0.0
         self._socket = _listen(address)
         self.address = Address(address.host, self._socket.getsockname()[1])
         selector.register(self._socket, selectors.EVENT_READ, self._accept)
@@ -89,14 +98,11 @@ class Listener:
         """Called several times a second, with a clock that never goes back. Drops clients whose opening takes longer than 5 s."""
         if self._socket.fileno() < 0:
             return
+        if now - self._reports_since > _REPORTS_EVERY_S:
+            self._reports_left, self._reports_since = _MAX_REPORTS, now
         for channel in list(self._openings):
             channel.on_time(now)
-        for each in self._waiting:
-            each.since = now if each.since is None else each.since
-        while self._waiting and now - (self._waiting[0].since or now) > OPENING_TIMEOUT_S:
-            self._refuse(
-                self._waiting.popleft().connection, f"it has waited {OPENING_TIMEOUT_S:g} s because other clients are slow"
-            )
+        self._drop_waiting(now)
         self._start_waiting()
         if not self._is_accepting:
             self._is_accepting = True
@@ -108,8 +114,9 @@ class Listener:
             if self._is_accepting:
                 self._selector.unregister(self._socket)
             self._socket.close()
-        for each in self._waiting:
-            each.connection.close()
+        for queue in self._waiting.values():
+            for client in queue:
+                client.connection.close()
         self._waiting.clear()
         for channel in list(self._openings):
             channel.close()
@@ -134,13 +141,13 @@ class Listener:
     def _admit(self, client: _Waiting) -> None:
         if self._has_place(client.host):
             self._start(client)
-        elif len(self._waiting) < self._limits[2]:
-            self._waiting.append(client)
+        elif sum(len(queue) for queue in self._waiting.values()) < self._max_waiting:
+            self._waiting.setdefault(client.host, deque()).append(client)
         else:
             self._refuse(client.connection, "too many clients connect at the same time")
 
     def _has_place(self, host: str) -> bool:
-        return len(self._openings) < self._limits[0] and self._openings_of[host] < self._limits[1]
+        return len(self._openings) < self._max_openings and self._openings_of[host] < self._max_openings_of_one_host
 
     def _start(self, client: _Waiting) -> None:
         try:
@@ -152,15 +159,22 @@ class Listener:
         self._openings_of[client.host] += 1
 
     def _start_waiting(self) -> None:
-        """Begin the openings for which there is a place now, in the order of arrival."""
-        if len(self._openings) >= self._limits[0]:
-            return
-        for _ in range(len(self._waiting)):
-            client = self._waiting.popleft()
-            if self._has_place(client.host):
-                self._start(client)
-            else:
-                self._waiting.append(client)
+        """Begin the openings for which there is a place now."""
+        for host, queue in list(self._waiting.items()):
+            while queue and self._has_place(host):
+                self._start(queue.popleft())
+            if not queue:
+                del self._waiting[host]
+            if len(self._openings) >= self._max_openings:
+                return
+
+    def _drop_waiting(self, now: float) -> None:
+        """Drop the clients that have waited for 5 s."""
+        for queue in list(self._waiting.values()):
+            for client in queue:
+                client.since = now if client.since is None else client.since
+            while queue and now - (queue[0].since or now) > OPENING_TIMEOUT_S:
+                self._refuse(queue.popleft().connection, f"it has waited {OPENING_TIMEOUT_S:g} s because other clients are slow")
 
     def _end_opening(self, channel: Channel) -> bool:
         """Returns whether the channel was in its opening."""
@@ -181,8 +195,7 @@ class Listener:
         if not self._end_opening(channel):
             self._callbacks.on_closed(channel, why)
             return
-        if self._on_refused is not None:
-            self._on_refused(channel.peer_address, why)
+        self._report_refused(channel.peer_address, why)
         self._start_waiting()
 
     def _refuse(self, connection: socket.socket, why: str) -> None:
@@ -191,7 +204,12 @@ class Listener:
         except OSError:
             address = None
         connection.close()
-        if address is not None and self._on_refused is not None:
+        if address is not None:
+            self._report_refused(address, why)
+
+    def _report_refused(self, address: Address, why: str) -> None:
+        if self._on_refused is not None and self._reports_left > 0:
+            self._reports_left -= 1
             self._on_refused(address, why)
 
 

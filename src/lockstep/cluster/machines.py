@@ -11,9 +11,11 @@ from dataclasses import dataclass, field
 from lockstep.cluster.channel import Channel
 from lockstep.cluster.messages import Message
 from lockstep.cluster.protocol import Registration, spawn_message
-from lockstep.errors import InvariantError
 from lockstep.launcher.environment import Placement, RunSettings
 from lockstep.launcher.packets import Packet
+
+_FRESH_S = 2.0
+"""An answer to the question how long workers have been idle says nothing about a later time."""
 
 
 @dataclass
@@ -48,6 +50,7 @@ class RemoteMachines:
         self._of: dict[int, Machine] = {}
         self._was_on: dict[int, Machine] = {}
         self._idle_s: dict[int, float] = {}
+        self._asked_at = float("-inf")
         self._starts = 0
         self.now = 0.0
         """When messages are sent. The head sets it in every iteration of its loop."""
@@ -71,7 +74,10 @@ class RemoteMachines:
         return min((machine.given.threads for machine in self._machines), default=1)
 
     def add(self, machine: Machine) -> None:
-        self._machines.append(machine)
+        """The machine of the head comes first: of two halves of a run, the one with the first member may continue."""
+        channel = machine.channel
+        is_here = channel.local_address is not None and channel.local_address.host == channel.peer_address.host
+        self._machines.insert(0 if is_here else len(self._machines), machine)
 
     def adopt(self, machine: Machine, workers: Iterable[int]) -> None:
         """These workers run on the machine already."""
@@ -126,7 +132,10 @@ class RemoteMachines:
         return f"{self._was_on[id].name}:{self._was_on[id].given.folder}/workers/{id}/stack.txt"
 
     def spawn(self, ids: Sequence[int], settings: RunSettings) -> dict[int, int]:
-        """Each worker gets the first free place. Its rank is the number of that place among those of all machines."""
+        """Each worker gets the first free place. Its rank is the number of that place among those of all machines.
+
+        A worker for which there is no place gets no rank: its machine was lost before it was started.
+        """
         first, ranks = 0, dict[int, int]()
         waiting = list(ids)
         placed: list[tuple[Machine, dict[int, int]]] = []
@@ -139,8 +148,8 @@ class RemoteMachines:
                 ranks[id] = first + place
             placed.append((machine, mine))
             first += machine.given.room
-        if waiting:
-            raise InvariantError(f"there is no room for workers {waiting}")
+        if not ranks:
+            return {}
         master = self._machines[0].given
         port = master.master_ports[self._starts % len(master.master_ports)] if master.master_ports else 0
         for number, (machine, mine) in enumerate(placed):
@@ -185,10 +194,11 @@ class RemoteMachines:
         """An agent tells when a process has ended."""
 
     def idle_s(self, now: float) -> dict[int, float]:
-        """As the agents measured it when they were last asked. Asks them again."""
-        self._tell_all({"type": "watch idle"})
+        """As the agents measured it when they were last asked, if that was just before. Asks them again."""
         idle_s, self._idle_s = self._idle_s, {}
-        return {id: idle for id, idle in idle_s.items() if id in self._of}
+        is_fresh, self._asked_at = now - self._asked_at < _FRESH_S, now
+        self._tell_all({"type": "watch idle"})
+        return {id: idle for id, idle in idle_s.items() if id in self._of} if is_fresh else {}
 
     def cancel_unstarted(self) -> None:
         self._tell_all({"type": "cancel unstarted"})

@@ -38,6 +38,11 @@ def reachable_host(local_host: str, interface: str | None) -> str:
     return next((each for each in addresses if each is not None and not ipaddress.ip_address(each).is_loopback), local_host)
 
 
+def interface_of(address: str) -> str:
+    """The name of the network interface that has an address; empty if none has."""
+    return next((name for _, name in socket.if_nameindex() if interface_address(name) == address), "")
+
+
 def interface_address(name: str) -> str | None:
     """The IPv4 address of a network interface."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

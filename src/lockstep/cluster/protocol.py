@@ -5,6 +5,7 @@ register (room, address, report)  ------>
                                   <------ registered, or refused
                                   <------ probe (the addresses of other machines)
 probed (which cannot be reached)  ------>
+                                  <------ running (the head decides for the run, and this machine belongs to it)
                                   <------ spawn, send, signal, stop, kill hung, drop
 packet, started, exited, output   ------>
 heartbeat                         <-----> heartbeat
@@ -57,7 +58,8 @@ FROM_AGENT: Table = {
 }
 
 FROM_HEAD: Table = {
-    "registered": {"run_id": str, "heartbeat_timeout_s": float, "hang_timeout_s": float, "send_kept": bool},
+    "registered": {"heartbeat_timeout_s": float, "hang_timeout_s": float},
+    "running": {"run_id": str, "send_kept": bool},
     "refused": {"why": str},
     "probe": {"machines": dict[str, str]},
     "spawn": {"settings": dict, "places": dict[str, Any]},
@@ -81,7 +83,7 @@ class Registration:
     """What an agent tells a head about its machine. ``room``: how many workers it starts."""
 
     run_id: str
-    """Of the run that it belongs to; empty if it has not been accepted by any head."""
+    """Of the run that it belongs to; empty if it belongs to none yet."""
     machine: str
     host: str
     folder: str

@@ -38,6 +38,8 @@ class Reachability:
     def probe(self, machines: dict[str, str]) -> None:
         """Connect to ``machines``: name -> HOST:PORT."""
         for name, address in machines.items():
+            if name in self._channels:
+                self._channels.pop(name).close()
             callbacks = ChannelCallbacks(partial(self._on_open, name), _ignore, partial(self._on_failed, name))
             self._channels[name] = Channel.client(
                 Address.parse(address), self._token, "probe", self._selector, callbacks, {}, peer=f"machine {name}"

@@ -19,6 +19,7 @@ FILE_VARIABLE = "LOCKSTEP_TOKEN_FILE"
 VARIABLE = "LOCKSTEP_TOKEN"
 _TOKEN = re.compile(r"(?:[0-9a-fA-F]{2}){32,512}")
 _MAX_BYTES = 4096
+_HOW_TO_MAKE = 'To make a token, type: (umask 077; python -c "import secrets; print(secrets.token_hex(32))" > FILE)'
 
 
 def new_token() -> str:
@@ -64,7 +65,7 @@ def read_token(file: str | None, variables: Mapping[str, str]) -> bytes:
         return _parse(variables[VARIABLE], f"the variable {VARIABLE}")
     raise UsageError(
         "a token is missing: head and agents accept only processes that know the token of the run. Pass --token-file FILE, or set "
-        f"{FILE_VARIABLE}. To make a token, type: (umask 077; openssl rand -hex 32 > FILE)"
+        f"{FILE_VARIABLE}. {_HOW_TO_MAKE}"
     )
 
 
@@ -73,7 +74,7 @@ def _parse(text: str, source: str) -> bytes:
     if not _TOKEN.fullmatch(text):  # the text itself is not shown: it may be most of a secret
         raise UsageError(
             f"the token in {source} has {len(text)} characters and is not a token: a token has 64 hexadecimal digits or more, and "
-            "nothing else. To make one, type: (umask 077; openssl rand -hex 32 > FILE)"
+            f"nothing else. {_HOW_TO_MAKE}"
         )
     return bytes.fromhex(text)
 

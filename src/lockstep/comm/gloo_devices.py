@@ -53,15 +53,15 @@ def destroy_gloo(connections: Connections, groups: list[Any]) -> None:
 
 
 def _devices(is_local: bool) -> list[Any]:
-    """Loopback, or what ``GLOO_SOCKET_IFNAME`` says, or the address that the agent has chosen, or that of the machine's name."""
+    """Loopback, or the address that the agent has chosen, or what ``GLOO_SOCKET_IFNAME`` says, or that of the machine's name."""
     gloo = dist.ProcessGroupGloo
     if is_local:
         return [gloo.create_device(hostname="127.0.0.1", lazy_init=False)]
+    if gloo_address():
+        return [gloo.create_device(hostname=gloo_address(), lazy_init=False)]
     interfaces = gloo_interfaces()
     if interfaces:
         return [gloo.create_device(interface=name, lazy_init=False) for name in interfaces]
-    if gloo_address():
-        return [gloo.create_device(hostname=gloo_address(), lazy_init=False)]
     return [gloo.create_default_device(lazy_init=False)]
 
 

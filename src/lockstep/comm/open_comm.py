@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm import segment
+from lockstep.comm.agent_store import open_agent_store
 from lockstep.comm.base import Comm
 from lockstep.comm.loopback import loopback
 from lockstep.comm.segment import SegmentError
@@ -31,7 +32,7 @@ from lockstep.comm.store import await_ranks, open_store
 from lockstep.comm.torch_group import TorchGroup
 from lockstep.comm.two_level import TwoLevel
 from lockstep.errors import UsageError
-from lockstep.world import World, machine_name, requested_comm, require_comm
+from lockstep.world import AGENT_STORE, World, agent_endpoint, machine_name, requested_comm, requested_machine, require_comm
 
 _opened: Counter[str] = Counter()  # all members of a group open their comms in the same order, so these numbers agree
 
@@ -150,15 +151,16 @@ def _group_rendezvous(group: Any, timeout_s: float, place: Callable[[], str]) ->
     group = group if group is not None else dist.group.WORLD
     prefix = f"lockstep/{_count_opened(group.group_name)}"
     store = dist.PrefixStore(prefix, dist.distributed_c10d._get_process_group_store(group))
-    return Rendezvous(store, dist.get_rank(group), dist.get_world_size(group), timeout_s, place, group=group)
+    return Rendezvous(store, dist.get_rank(group), dist.get_world_size(group), timeout_s, place, requested_machine(), group=group)
 
 
 def _world_rendezvous(world: World, timeout_s: float, opened: dist.Store | None, place: Callable[[], str]) -> Rendezvous | None:
     """None for a lone worker."""
     if world.size == 1:
         return None
+    endpoint = agent_endpoint() if world.rendezvous == AGENT_STORE else None
     if opened is None:
-        opened = open_store(world, timeout_s)
+        opened = open_store(world, timeout_s) if endpoint is None else open_agent_store(endpoint.fd, timeout_s)
     store = dist.PrefixStore(f"lockstep/{world.run_id}/{_count_opened(world.rendezvous)}", opened)
     return Rendezvous(store, world.rank, world.size, timeout_s, place, world.machine, local_size=world.local_size)
 

@@ -14,6 +14,7 @@ from urllib.parse import urlparse
 import torch.distributed as dist
 
 from lockstep.comm.blame import name_ranks
+from lockstep.comm.store_address import check_own_address, reach_store
 from lockstep.errors import PeerError, UsageError
 from lockstep.world import World
 
@@ -22,7 +23,8 @@ def open_store(world: World, timeout_s: float) -> dist.Store:
     """Connect to the store at ``world.rendezvous``, blocking up to ``timeout_s``. If no other process serves it, rank 0 does.
 
     Raises:
-        UsageError: The URL is not a store's, rank 0 cannot serve the address, or another user owns the folder.
+        UsageError: The URL is not a store's, its host name does not resolve, rank 0 cannot serve the address, or another user owns
+            the folder.
         PeerError: No process answers at the address.
     """
     url = urlparse(world.rendezvous)
@@ -35,14 +37,20 @@ def open_store(world: World, timeout_s: float) -> dist.Store:
         return store
     if url.scheme != "tcp" or url.hostname is None or url.port is None:
         raise UsageError(f"{world.rendezvous!r} is not the address of a store. Use tcp://HOST:PORT or file:///PATH.")
+    started = time.monotonic()
+    if world.hosts_store:
+        address = check_own_address(url.hostname, url.port, timeout_s)
+    else:
+        address = reach_store(world.rank, url.hostname, url.port, timeout_s)
+    left_s = max(1.0, timeout_s - (time.monotonic() - started))
     try:
         # multi_tenant: a user's own init_process_group may serve the same address from this process
-        return dist.TCPStore(
-            url.hostname,
+        connected = dist.TCPStore(
+            address,
             url.port,
             world.size,
             world.hosts_store,
-            timedelta(seconds=timeout_s),
+            timedelta(seconds=left_s),
             wait_for_workers=False,
             multi_tenant=True,
         )
@@ -58,6 +66,8 @@ def open_store(world: World, timeout_s: float) -> dist.Store:
             "Check that rank 0 is running and that this address can be reached from here.",
             ranks=(0,),
         ) from error
+    connected.set_timeout(timedelta(seconds=timeout_s))
+    return connected
 
 
 def await_ranks(store: dist.Store, rank: int, size: int, timeout_s: float) -> None:
@@ -140,5 +150,5 @@ class StoreTimeoutError(StoreWaitError):
 class AbortableStore(dist.Store):
     """A store whose ``wait`` ends within a millisecond of its keys being set, and with ``StoreWaitError`` if it is aborted.
 
-    The base class of elastic/agent_store.py. torch's own stores poll, log every timeout, or cannot be interrupted.
+    The base class of comm/agent_store.py. torch's own stores poll, log every timeout, or cannot be interrupted.
     """

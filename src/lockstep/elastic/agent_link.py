@@ -10,7 +10,6 @@ import json
 import math
 import queue
 import signal
-import socket
 import threading
 import time
 import weakref
@@ -20,10 +19,11 @@ from typing import Any
 
 import torch
 
+from lockstep.comm.agent_socket import agent_socket
+from lockstep.comm.agent_store import AgentStore
 from lockstep.comm.base import Comm
 from lockstep.comm.open_comm import open_comm
 from lockstep.comm.store import StoreWaitError
-from lockstep.elastic.agent_store import AgentStore
 from lockstep.errors import PeerError
 from lockstep.world import AgentEndpoint, World
 
@@ -108,7 +108,8 @@ class AgentLink:
 
     def __init__(self, endpoint: AgentEndpoint, options: CommOptions) -> None:
         self._endpoint, self._options = endpoint, options
-        self._socket = socket.socket(fileno=endpoint.fd)
+        self._socket = agent_socket(endpoint.fd)
+        self.send = self._socket.send
         self._answers: queue.Queue[_Answer | None] = queue.Queue()  # None: dismissed
         self._newest: Generation | None = None
         self._current: Generation | None = None
@@ -122,7 +123,7 @@ class AgentLink:
         self.stopping = False
         """Whether the agent has asked the whole run to end."""
         _leave_on_sigterm(self)
-        threading.Thread(target=self._listen, name="lockstep-agent-link", daemon=True).start()
+        self._socket.listen(self._on_packet)
 
     @property
     def generation(self) -> int:
@@ -233,17 +234,6 @@ class AgentLink:
         """Tell the agent that this worker wants to leave after the current step."""
         self.send(type="leaving")
 
-    def send(self, **packet: object) -> None:
-        """Send a packet to the agent. Any thread may call it. If the agent is gone, this worker is about to end too.
-
-        Blocks while the agent does not read, but not for progress: that packet is dropped, because training must continue.
-        """
-        flags = socket.MSG_DONTWAIT if packet["type"] == "progress" else 0
-        try:
-            self._socket.send(json.dumps(packet).encode(), flags)
-        except OSError:
-            pass
-
     def _open(self, generation: Generation, committed_steps: int) -> Comm:
         """Open the comm of ``generation``, or of a later one if its members do not all arrive."""
         while True:
@@ -311,16 +301,6 @@ class AgentLink:
                 if isinstance(answer, Generation):
                     self._current, self.run_size = answer, answer.size
                 return answer
-
-    def _listen(self) -> None:
-        while True:
-            try:
-                data = self._socket.recv(1 << 20)
-            except OSError:
-                return
-            if not data:
-                return
-            self._on_packet(json.loads(data))
 
     def _on_packet(self, packet: dict[str, Any]) -> None:
         newest = self._newest

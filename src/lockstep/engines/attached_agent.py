@@ -26,6 +26,7 @@ from lockstep.engines.child import Child
 from lockstep.errors import UsageError
 from lockstep.launcher.arguments import write
 from lockstep.launcher.event_loop import STOP_SIGNALS, EventLoop
+from lockstep.world import machine_label
 
 STARTED = "started"
 """The line on the standard output that says: the token has arrived, and the agent has been started."""
@@ -75,7 +76,7 @@ class AttachedAgent:
             return code
         if self._start_at == math.inf:
             name = signal.Signals(code - 128).name
-            write(2, f"lockstep: the agent on {socket.gethostname()} was killed by {name} and is started again.\n")
+            write(2, f"lockstep: the agent on {machine_label()} was killed by {name} and is started again.\n")
             self._start_at = now + _START_AGAIN_S
         return None
 

@@ -30,6 +30,9 @@ _THREADS = "OMP_NUM_THREADS"
 def run(given: argparse.Namespace) -> int:
     """Execute `lockstep run --engine ray`. Returns the exit code of the run."""
     refuse_debugger(given, "--engine ray")
+    for option in ("python", "listen"):
+        if getattr(given, option) is not None:
+            raise UsageError(f"--{option} does nothing with --engine ray: Ray knows the Python and the address of each node.")
     if given.n is None:
         raise UsageError("--engine ray needs -n: how many workers the run has on all nodes together.")
     runtime_env = _read_runtime_env(given.runtime_env, given.working_dir)

@@ -68,18 +68,21 @@ def parse_hosts(text: str, per_host: int | None) -> list[Host]:
 def run(given: argparse.Namespace) -> int:
     """Execute `lockstep run --hosts`. Returns the exit code of the run."""
     hosts = parse_hosts(given.hosts, given.n)
-    ssh = _ssh_command(given.ssh or os.environ.get("LOCKSTEP_SSH") or "ssh")
+    ssh = ssh_command(given.ssh or os.environ.get("LOCKSTEP_SSH") or "ssh")
     refuse_debugger(given, "--hosts")
     script_words(given)
-    heads = {host: given.listen or _address_for(host, ssh) for host in hosts if not host.is_local}
-    reached_at = without_loopback(heads.values()) or ["127.0.0.1"]
+    others = [host for host in hosts if not host.is_local]
+    heads = {host: given.listen or source_address(_real_name(host.name, ssh)) for host in others}
+    reached_at = without_loopback(filter(None, heads.values())) or ["127.0.0.1"]
+    # Behind a jump host, a name may mean nothing here. Then the agent knows where ssh came from (attached_agent.py).
+    listen = "0.0.0.0" if None in heads.values() else listen_host(reached_at)
     token, folder = new_token(), run_folder(given)
-    head = HeadProcess(listen_host(reached_at), token, folder, head_options(given, sum(host.workers for host in hosts)))
+    head = HeadProcess(listen, token, folder, head_options(given, sum(host.workers for host in hosts)))
 
     def agents(port: int) -> list[AgentStart]:
         starts = []
         for host in hosts:
-            words = [str(Address(heads.get(host, reached_at[0]), port))]
+            words = [str(Address(heads.get(host) or reached_at[0], port))]
             words += agent_words(given, host.workers, folder / "machines" / host.folder)
             starts.append(agent_start(host, ssh, given.python or sys.executable, os.getcwd(), words))
         return starts
@@ -93,9 +96,13 @@ def agent_start(host: Host, ssh: Sequence[str], python: str, folder: str, words:
     explain = partial(_explain, host.name, shlex.join([*ssh, host.name]), python, folder)
     if host.is_local:
         return AgentStart(host.name, tuple(agent), explain)
+    return AgentStart(host.name, remote_command(host, ssh, folder, agent), explain)
+
+
+def remote_command(host: Host, ssh: Sequence[str], folder: str, words: Sequence[str]) -> tuple[str, ...]:
+    """Returns the command that executes ``words`` on ``host``, in ``folder``."""
     options = [word for option in _OPTIONS for word in ("-o", option)]
-    remote = f"cd {shlex.quote(folder)} && exec {shlex.join(agent)}"
-    return AgentStart(host.name, (*ssh, *options, "-T", "--", host.name, remote), explain)
+    return (*ssh, *options, "-T", "--", host.name, f"cd {shlex.quote(folder)} && exec {shlex.join(words)}")
 
 
 def _explain(host: str, ssh: str, python: str, folder: str, last_line: str, code: int) -> str:
@@ -110,7 +117,8 @@ def _explain(host: str, ssh: str, python: str, folder: str, last_line: str, code
     )
 
 
-def _ssh_command(text: str) -> list[str]:
+def ssh_command(text: str) -> list[str]:
+    """Returns the words of ``--ssh`` or ``LOCKSTEP_SSH``. Raises UsageError if there is no such program."""
     try:
         words = shlex.split(text)
     except ValueError as error:
@@ -123,17 +131,6 @@ def _ssh_command(text: str) -> list[str]:
             "or name another one with --ssh."
         )
     return words
-
-
-def _address_for(host: Host, ssh: Sequence[str]) -> str:
-    """The address at which ``host`` reaches this machine."""
-    name = _real_name(host.name, ssh)
-    address = source_address(name) or source_address("192.0.2.1")  # behind a jump host its name means nothing here
-    if address is None:
-        raise UsageError(
-            f"this machine has no route to {host.name} ({name}). Name the address at which {host.name} reaches it with --listen."
-        )
-    return address
 
 
 def _real_name(host: str, ssh: Sequence[str]) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lockstep.launcher.run_folder import RunFolder
+from lockstep.world import AGENT_STORE
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 _NAMES = "WORKER RUN_DIR AGENT_FD RANK SIZE LOCAL_RANK LOCAL_SIZE STORE LEDGER HANG_TIMEOUT START_SIZE DEBUG_RANK ADDRESS"
@@ -57,6 +58,8 @@ class Placement:
     machines: int = 1
     address: str = ""
     """The address of this machine that others can reach; empty: there is only this machine."""
+    interface: str = ""
+    """The network interface that has this address."""
 
 
 def inherited_environment(environ: Mapping[str, str]) -> dict[str, str]:
@@ -101,8 +104,9 @@ def worker_environment(
         env["LOCKSTEP_DEBUG_RANK"] = str(settings.debug_rank)
     if place.address:
         env["LOCKSTEP_ADDRESS"] = place.address
-    store = f"tcp://{place.master_address}:{place.master_port}" if place.machines > 1 else f"file://{run_folder.store}"
-    env |= {"LOCKSTEP_RANK": str(place.rank), "LOCKSTEP_SIZE": str(place.size), "LOCKSTEP_STORE": store}
+    if place.interface:  # for process groups that the script makes itself
+        env |= {name: place.interface for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name not in environ}
+    env |= {"LOCKSTEP_RANK": str(place.rank), "LOCKSTEP_SIZE": str(place.size), "LOCKSTEP_STORE": AGENT_STORE}
     env |= {"LOCKSTEP_LOCAL_RANK": str(local_rank), "LOCKSTEP_LOCAL_SIZE": str(place.local_size)}
     return env | _torchrun_environment(local_rank, place, settings, run_folder.path.name)
 

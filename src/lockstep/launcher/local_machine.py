@@ -73,7 +73,7 @@ class Machines(Protocol):
         """Where the worker writes its stack, for people."""
 
     def spawn(self, ids: Sequence[int], settings: RunSettings) -> dict[int, int]:
-        """Start workers. Returns the rank with which each is started."""
+        """Start workers. Returns the rank with which each is started. A worker for which there is no room gets none."""
 
     def send(self, ids: Sequence[int], packet: packets.Packet) -> None: ...
 
@@ -186,6 +186,12 @@ class LocalMachine:
         self._pending_kills[id] = time.monotonic() + (grace_s if is_started else 0.0)
         self._processes.signal(id, signal.SIGTERM)
 
+    def drop(self, id: int) -> None:
+        """Kill a worker that is not needed any more. Another worker gets its number on this machine at once."""
+        self._local_ranks.release(id)
+        self._pending_kills[id] = time.monotonic()
+        self._processes.signal(id, signal.SIGKILL)
+
     def reap(self) -> None:
         self._processes.reap()
 
@@ -199,7 +205,6 @@ class LocalMachine:
         self._processes.kill_all()
 
     def forget_workers(self) -> None:
-        self._run_folder.remove_store()
         self._master_port.close()
         self._master_port = MasterPort()
 

@@ -67,11 +67,6 @@ class RunFolder:
         return self.worker(id) / "stack.txt"
 
     @property
-    def store(self) -> Path:
-        """Where workers that use no ``lockstep.Run`` (``replicate``) find each other."""
-        return self.path / "store"
-
-    @property
     def ledger(self) -> Path:
         return self.path / "ledger"
 
@@ -87,16 +82,12 @@ class RunFolder:
         except OSError as error:  # a full disk must not end the run
             self.error = self.error or error
 
-    def remove_store(self) -> None:
-        """All workers are gone. Workers that are started in their place must not meet the others in their store."""
-        _unlink(self.store)
-
     def remove_socket(self) -> None:
         """Nobody answers at the socket any more."""
         _unlink(self.socket_path)
 
     def close(self) -> None:
-        for path in (self.socket_path, self.store, self.path / "agent.pid"):
+        for path in (self.socket_path, self.path / "agent.pid"):
             _unlink(path)  # if it cannot be removed, the lock still says that no run uses the folder any more
         self.leave()
 
@@ -176,8 +167,7 @@ def _short(path: Path, folder: str) -> str:
 
 
 def _move_aside(path: Path) -> None:
-    for name in ("agent.sock", "store"):  # with an old store, workers would find those of the earlier run
-        (path / name).unlink(missing_ok=True)
+    (path / "agent.sock").unlink(missing_ok=True)
     left = [
         entry for name in ("events.jsonl", "workers", "ledger", "zygote.txt", "outcome.json") if (entry := path / name).exists()
     ]

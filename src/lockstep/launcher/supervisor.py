@@ -334,6 +334,7 @@ class Supervisor:
         """All workers are gone. Those that are started in their place must not meet what the others have left."""
         self._exit_status.workers_restart()
         self._machines.forget_workers()
+        self._store.begin(self._state.generation)
         self._ranks, self.finished = {}, {}
 
     def _form(self, action: events.Form) -> None:
@@ -355,6 +356,9 @@ class Supervisor:
         ranks = self._machines.spawn(ids, settings)
         if self._state.generation < 0:
             self._ranks.update(ranks)
+        for id in ids:
+            if id not in ranks:
+                self.decide(events.Died(id, "there was no room for it"))
 
     def _end(self, end: events.End) -> None:
         self._pending_spawns = []

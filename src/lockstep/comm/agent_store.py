@@ -13,7 +13,11 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+from lockstep.comm.agent_socket import agent_socket
 from lockstep.comm.store import AbortableStore, StoreTimeoutError, StoreWaitError
+
+NO_GENERATION = -1
+"""The number by which the agent knows the store of workers that belong to no generation."""
 
 
 class _Request:
@@ -118,3 +122,15 @@ class AgentStore(AbortableStore):
         if request.error is not None:
             raise StoreWaitError(request.error)
         return request.value
+
+
+def open_agent_store(fd: int, timeout_s: float) -> AgentStore:
+    """The store of workers that belong to no generation: those of a script without ``lockstep.Run``."""
+    agent = agent_socket(fd)
+    store = AgentStore(agent.send, NO_GENERATION, timeout_s)
+    agent.listen(lambda packet: store.answer(packet) if _answers(packet) else None)  # this also keeps the store alive
+    return store
+
+
+def _answers(packet: dict[str, Any]) -> bool:
+    return bool(packet["type"] == "stored" and packet["generation"] == NO_GENERATION)
