@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import warnings
 from importlib.util import find_spec
 from pathlib import Path
@@ -47,7 +48,11 @@ class RayCluster:
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            first = {"num_cpus": CPUS, "include_dashboard": False, "env_vars": self._variables()}
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                port = probe.getsockname()[1]
+            first = {"num_cpus": CPUS, "include_dashboard": False, "ray_client_server_port": port, "env_vars": self._variables()}
+            self.client_address = f"ray://127.0.0.1:{port}"
             self._cluster = Cluster(initialize_head=True, head_node_args=first)
             for _ in range(self._nodes - 1):
                 self.add_node()
@@ -75,22 +80,23 @@ class RayCluster:
 
 
 class RayDriver(LaunchedRun):
-    """`lockstep run --engine ray` in a folder that all nodes see. ``env``: variables of the workers."""
+    """`lockstep run --engine ray` in a folder that all nodes see. ``env``: variables of the workers. ``address``: of Ray."""
 
     def __init__(
         self,
         cluster: RayCluster,
         folder: Path,
-        script: str | Path,
+        script: str | Path | None,
         *options: str,
         workers: int,
         env: dict[str, str] | None = None,
-        **given: Any,
+        address: str | None = None,
     ) -> None:
         path = os.pathsep.join([str(ROOT), str(ROOT / "src")])
         variables = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", **(env or {})}
-        engine = ["--engine", "ray", "--address", cluster.address, "--runtime-env", json.dumps({"env_vars": variables})]
-        super().__init__(script, *engine, *options, folder=folder, workers=workers, own_imports=True, **given)
+        engine = ["--engine", "ray", "--address", address or cluster.address]
+        engine += ["--runtime-env", json.dumps({"env_vars": variables})]
+        super().__init__(script, *engine, *options, folder=folder, workers=workers, own_imports=True)
 
     def events(self, kind: str = "event") -> list[Any]:
         """Of all heads of this run."""

@@ -40,8 +40,8 @@ class Places:
     """Where the children of actors run and leave their files.
 
     ``folder``: the current directory of the driver. Workers run there, unless ``has_working_dir``: then in the folder that Ray's
-    runtime environment has made on the node. ``run_dir``: the run folder, or None for a new one called ``name`` below lockstep-runs,
-    in ``folder`` if it exists on the node, else in the temporary folder.
+    runtime environment has made on the node. ``run_dir``: the run folder, or None for a new one called ``name`` below
+    lockstep-runs, in ``folder`` if it exists on the node, else in the temporary folder.
     """
 
     folder: str

@@ -108,7 +108,7 @@ class RayRun:
                 self._pass_on_signals()
                 waiting = [*self._pending, *([ready] if not self._agents else [])]
                 for each in ray.wait(waiting, num_returns=1, timeout=_POLL_S)[0]:
-                    if each is ready:
+                    if each == ready:
                         self._start_agents()
                     else:
                         self._on_news(self._pending.pop(each), each)
