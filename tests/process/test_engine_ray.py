@@ -31,7 +31,7 @@ def train(base):
 
 
 if __name__ == "__main__":
-    print("result", launch(train, 10, workers=3, address=ADDRESS, workers_per_node=1))
+    print("result", launch(train, 10, workers=2, address=ADDRESS, workers_per_node=1))
     try:
         launch(train, -1, workers=2, address=ADDRESS)
     except lockstep.WorkerError as error:
@@ -68,7 +68,7 @@ def test_workers_of_three_nodes_train_to_the_bits_of_one_process(train: Callable
 def test_a_node_is_lost_and_another_one_takes_its_place(
     train: Callable[..., RayTraining], ray_cluster: RayCluster, expected: str
 ) -> None:
-    run = train("--ledger", hold_at=20)
+    run = train("--ledger", hold_at=20, hold_s=0.5)  # Ray takes a while
     run.wait_for_step(20)
     ray_cluster.remove_node()
     run.wait_for_size(4)
@@ -94,9 +94,9 @@ def test_the_actor_of_the_head_is_killed_and_ray_restarts_it(train: Callable[...
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
 def test_everything_ends_with_the_driver(train: Callable[..., RayTraining], number: int, code: int) -> None:
-    run = train(hold_at=2)
+    run = train(workers=2, hold_at=2, hold_s=0.5)
     run.wait_for_step(2)
-    pids = [*run.pids(6), run.head_actor()]
+    pids = [*run.pids(2), run.head_actor()]
     os.kill(run.process.pid, number)
     assert run.wait() == code, run.dump()
     wait_until(lambda: not any(map(is_running, pids)), "all workers and the head are gone")

@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.engines.agent_options import head_options, refuse_debugger, script_words
 from lockstep.engines.ray_placement import bundle, needs_of_worker, workers_per_agent
 from lockstep.errors import UsageError, WorkerError
+from lockstep.launcher.arguments import write
 from lockstep.launcher.outcome import failure_text, workers_by_rank
 
 if TYPE_CHECKING:
@@ -37,8 +39,15 @@ def run(given: argparse.Namespace) -> int:
         raise UsageError("--engine ray needs -n: how many workers the run has on all nodes together.")
     runtime_env = _read_runtime_env(given.runtime_env, given.working_dir)
     words = _script_in(given, runtime_env.get("working_dir"))
-    with _connected(given.address, runtime_env) as env_of_actors:
-        return _execute(_make_job(given, words, None, runtime_env, env_of_actors))["code"]  # type: ignore[no-any-return]
+    try:
+        with _connected(given.address, runtime_env) as env_of_actors:
+            code: int = _execute(_make_job(given, words, None, runtime_env, env_of_actors))["code"]
+            return code
+    except WorkerError as error:
+        write(2, f"lockstep: {error}\n")
+        return 1
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
 
 
 def launch(
@@ -88,7 +97,7 @@ def launch(
     Raises:
         WorkerError: The function failed. The message has the traceback of the worker that failed first.
         UsageError: An argument cannot work, or no Ray cluster answers.
-        KeyboardInterrupt: Ctrl-C has stopped the run.
+        KeyboardInterrupt: Ctrl-C has stopped a function, or a script before it was started.
     """
     if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1:
         raise UsageError(f"workers={workers!r} is not a number of workers. Pass a whole number of at least 1.")

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
@@ -99,7 +99,8 @@ class RayRun:
     def run(self) -> dict[str, Any]:
         """Block until the head has ended. Returns the outcome of the run: its exit code, who has finished, and why it failed.
 
-        Raises UsageError if the agents cannot work on their nodes, and WorkerError if Ray has lost the head for good.
+        Raises UsageError if the agents cannot work on their nodes, WorkerError if Ray has lost an actor for good, and
+        KeyboardInterrupt if a signal has come before there was a head that could stop the run.
         """
         ready = self._group.ready()
         self._read(self._head)
@@ -153,12 +154,12 @@ class RayRun:
     def _on_news(self, watched: _Watched, reference: Any) -> None:
         try:
             news: News = ray.get(reference)
-        except RayActorError as error:
-            raise WorkerError(f"Ray has lost {watched.name} and does not restart it: {_first_line(error)}") from error
         except RayError as error:
+            if watched.news is not None:
+                raise WorkerError(f"Ray has lost {watched.name} and does not restart it: {_last_line(error)}.") from error
             raise UsageError(
-                f"{watched.name} could not be started by Ray: {_first_line(error)}. All nodes need the same versions of Lockstep, "
-                "torch and Python; a runtime environment can install them."
+                f"Ray could not start {watched.name}: {_last_line(error)}. All nodes need the same versions of Lockstep, torch and "
+                "Python; a runtime environment can install them."
             ) from error
         if watched.news is None or news.actor != watched.news.actor:
             watched.told_head, watched.decoders = "", {}
@@ -240,6 +241,8 @@ class RayRun:
             raise KeyboardInterrupt
 
     def _pass_on_signals(self) -> None:
+        if self._signals and (self._head.news is None or not self._head.news.head):
+            raise KeyboardInterrupt
         for number in self._signals[self._passed_on :]:
             self._passed_on += 1
             self._head.handle.send_signal.remote(number)
@@ -251,6 +254,6 @@ def _on_head_node() -> dict[str, Any]:
     return {"scheduling_strategy": NodeAffinitySchedulingStrategy(found[0], soft=True)} if found else {}
 
 
-def _first_line(error: Exception) -> str:
+def _last_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines[-1] if lines else type(error).__name__).rstrip(".")
