@@ -115,6 +115,27 @@ def test_a_worker_dies_while_there_is_no_head(make: Callable[..., Cluster], expe
         assert cluster.result() == expected, cluster.dump()
 
 
+def test_head_and_agent_are_replaced_and_the_new_agent_finds_the_new_head_first(
+    make: Callable[..., Cluster], expected: str
+) -> None:
+    with make(hold_at=20) as cluster:
+        cluster.start()
+        cluster.wait_for_step(20)
+        cluster.kill_head()
+        cluster.kill_agent("c")
+        for host in "ab":
+            cluster.kill_agent(host, signal.SIGSTOP)
+        head = cluster.start_head("a", min_workers=6)
+        cluster.start_agent("c")
+        cluster.wait_until(lambda: head.events("registered"), "the new agent has registered")
+        for host in "ab":
+            cluster.kill_agent(host, signal.SIGCONT)
+        cluster.wait_for_text(head, "continuing a run")
+        cluster.wait_for_size(6)
+        cluster.hurry()
+        assert cluster.result() == expected, cluster.dump()
+
+
 def test_the_script_ends_while_there_is_no_head(make: Callable[..., Cluster], expected: str) -> None:
     with make(2, hold_at=20) as cluster:
         cluster.start()

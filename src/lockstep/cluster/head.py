@@ -21,6 +21,7 @@ import itertools
 import secrets
 import signal
 import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import lockstep
@@ -34,6 +35,7 @@ from lockstep.cluster.tls import ServerTls
 from lockstep.launcher.console import Console
 from lockstep.launcher.event_loop import STOP_SIGNALS, EventLoop
 from lockstep.launcher.nonblocking_output import NonblockingOutput
+from lockstep.launcher.outcome import write_outcome
 from lockstep.launcher.run_folder import RunFolder
 from lockstep.launcher.supervisor import Settings, Supervisor
 from lockstep.plan import membership_events as events
@@ -134,6 +136,9 @@ class Head:
                     next_at = 0.0 if self._silent else next_at
                     self._loop.run_once(next_at)
                     self._on_time(time.monotonic())
+                if self._supervisor is not None:
+                    with suppress(OSError):  # its disk may be full
+                        write_outcome(self._run_folder.path, self._code, self._supervisor.finished, self._supervisor.cause)
                 self._tell_end(self._code)
                 return self._code
             finally:
