@@ -27,6 +27,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tests.cluster import Cluster
+from tests.hosts import Hosts, missing
+from tests.many_agents import ManyAgents
+from tests.waiting import wait_until
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
@@ -34,10 +38,6 @@ import lockstep
 from benchmarks.recovery import OURS, alive, commits
 from benchmarks.report import machine, write
 from lockstep.cluster.token import write_token
-from tests.cluster import Cluster
-from tests.hosts import Hosts, missing
-from tests.many_agents import ManyAgents
-from tests.waiting import wait_until
 
 DEADLINE_S = 60.0
 PORT = 29500
