@@ -70,6 +70,11 @@ class RayCluster:
     def add_node(self) -> None:
         self._added.append(self._cluster.add_node(num_cpus=CPUS, env_vars=self._variables()))
 
+    def restore(self) -> None:
+        """Add the nodes that a test has removed and not replaced."""
+        while len(self._added) < self._nodes - 1:
+            self.add_node()
+
     def remove_node(self) -> None:
         """Kill the node that was added last, with everything on it."""
         self._cluster.remove_node(self._added.pop(), allow_graceful=False)
@@ -103,6 +108,14 @@ class RayDriver(LaunchedRun):
         lines = [line for path in self.run_dir.glob("heads/*/events.jsonl") for line in path.read_text().splitlines()]
         entries = [entry for entry in map(json.loads, lines) if entry["kind"] == kind]
         return sorted(entries, key=lambda entry: float(entry["time"]))
+
+    def generations(self) -> list[list[int]]:
+        """The members of every generation so far, as all heads have noted it."""
+        formed = [
+            (entry["time"], each["Form"]["members"]) for entry in self.events() for each in entry["actions"] if "Form" in each
+        ]
+        formed += [(entry["time"], entry["workers"]) for entry in self.events("continue")]
+        return [members for _, members in sorted(formed)]
 
     def head_actor(self) -> int:
         """The process id of the actor that owns the newest head."""

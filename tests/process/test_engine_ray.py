@@ -48,6 +48,7 @@ def ray_cluster() -> Iterator[RayCluster]:
 @pytest.fixture
 def train(ray_cluster: RayCluster, tmp_path: Path) -> Iterator[Callable[..., RayTraining]]:
     """Starts tests/scripts/train.py on the cluster. Kills what still runs when the test is over."""
+    ray_cluster.restore()
     started: list[RayTraining] = []
 
     def train_here(*options: str, **settings: Any) -> RayTraining:
@@ -78,6 +79,7 @@ def test_a_node_is_lost_and_another_one_takes_its_place(
     run.hurry()
     assert run.result(DEADLINE_S) == expected, run.dump()
     assert " is lost: " in run.stderr(), run.dump()
+    assert not run.stdout(), "Ray's own messages are not among the output of rank 0"
 
 
 def test_the_actor_of_the_head_is_killed_and_ray_restarts_it(train: Callable[..., RayTraining], expected: str) -> None:

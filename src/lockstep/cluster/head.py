@@ -3,7 +3,7 @@
 A head begins with nothing. It gathers the agents that register, and then either starts the run or, if the agents belong to a run
 whose head was lost, continues it:
 
-    gathering --agents with room for --min-workers--> running
+    gathering --agents with room for --min-workers, and no agent of a run has come for a second--> running
     gathering --an agent of a run registers--> recovering --all members, or those that came in time--> running
     running --too few members are left--> gathering (all connections are closed; the agents register again)
 
@@ -52,6 +52,8 @@ _END_S = 5.0
 _SAY_EVERY_S = 30.0
 _MAX_NAMES = 16
 """In a message."""
+_EARLIER_RUN_S = 1.0
+"""How long a new head waits for agents of a run whose head was lost, before it starts another run: they connect in this time."""
 _KEEP_FIRST_S, _KEEP_OTHER_S = 5.0, 1.0
 """How long the first head of the agents' list, or another one, keeps agents after the last one has come, if it is not running."""
 
@@ -102,6 +104,7 @@ class Head:
         self._supervisor: Supervisor | None = None
         self._code: int | None = None
         self._registered_at = time.monotonic()
+        self._gathering_since = time.monotonic()
         self._watch_at = 0.0
         self._silent: set[Machine] = set()
         callbacks = ChannelCallbacks(self._on_open, self._on_message, self._on_closed)
@@ -162,6 +165,8 @@ class Head:
             self._watch_machines(now)
         if self._phase is _Phase.RECOVERING:
             self._recover_if_possible(now)
+        if self._phase is _Phase.GATHERING:
+            self._start_if_possible(now)
         if self._phase is not _Phase.RUNNING and now >= self._say_at:
             self._say_at = now + _SAY_EVERY_S
             self._say_what_is_missing()
@@ -300,11 +305,16 @@ class Head:
             self._phase = _Phase.RECOVERING
             self._recovering_since = self._recovering_since or time.monotonic()
             return
-        is_first_head = machine.given.head_index == 0
-        if self._phase is _Phase.GATHERING and self._machines.room >= self._settings.min_workers and is_first_head:
-            self._start()
 
     # -- the run -----------------------------------------------------------------------------------------
+
+    def _start_if_possible(self, now: float) -> None:
+        """Start a run, unless agents of an earlier one may come back to this head, or have it with another head."""
+        if not len(self._machines) or self._machines.room < self._settings.min_workers or (self._run_id and not self._is_only_head):
+            return
+        is_first_head = all(machine.given.head_index == 0 for machine in self._machines)
+        if is_first_head and now - self._gathering_since >= (_REJOIN_S if self._run_id else _EARLIER_RUN_S):
+            self._start()
 
     def _start(self) -> None:
         self._phase = _Phase.RUNNING
@@ -411,6 +421,7 @@ class Head:
     def _gather_again(self) -> None:
         """Close all connections. The agents register again, here or with another head."""
         self._phase, self._recovering_since = _Phase.GATHERING, None
+        self._gathering_since = time.monotonic()
         self._machines = RemoteMachines()
         for channel in list(self._channels):
             channel.close()

@@ -30,8 +30,6 @@ from lockstep.world import machine_label
 
 STARTED = "started"
 """The line on the standard output that says: the token has arrived, and the agent has been started."""
-STOPPED = "stopped by "
-"""How the line begins that says which signal this process got. The name of the signal follows."""
 _MAX_STARTS = 5
 _START_AGAIN_S = 1.0
 _END_S = 10.0
@@ -82,7 +80,6 @@ class AttachedAgent:
 
     def _on_signal(self, number: int) -> None:
         if number in STOP_SIGNALS:
-            write(1, f"{STOPPED}{signal.Signals(number).name}\n")
             self._is_ending, self._start_at = True, math.inf
             self._agent.send_signal(number)
 

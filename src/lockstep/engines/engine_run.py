@@ -11,9 +11,9 @@ import selectors
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from lockstep.engines.attached_agent import STARTED, STOPPED
+from lockstep.engines.attached_agent import STARTED
 from lockstep.engines.child import Child
 from lockstep.engines.head_process import HeadProcess
 from lockstep.errors import UsageError
@@ -23,6 +23,8 @@ from lockstep.launcher.nonblocking_output import NonblockingOutput
 _MAX_HEAD_STARTS = 4
 _AGENTS_END_S = 5.0
 """When the head has ended, agents have this long to end before they are told to, and as long again before they are killed."""
+_NO_AGENTS_S = 600.0
+"""How long the head waits while no agent is there."""
 _FIRST_DELAY_S, _MAX_DELAY_S = 1.0, 30.0
 """An ssh that has lost its connection is started again after the first delay, which doubles each time."""
 
@@ -32,13 +34,12 @@ class AgentStart:
     """How agents are started by one child process.
 
     ``name``: for messages: the host. ``explain(last_line, code)`` returns the sentence for a child that ended before an agent had
-    started. ``again``: whether the child is started again if it ends while the run goes on.
+    started.
     """
 
     name: str
     command: tuple[str, ...]
     explain: Callable[[str, int], str]
-    again: bool = True
 
 
 @dataclass
@@ -48,9 +49,10 @@ class _Agents:
     start: AgentStart
     child: Child | None = None
     has_started: bool = False
+    is_up: bool = False
+    """Whether ``child`` has started an agent."""
     start_at: float = -math.inf
     delay_s: float = _FIRST_DELAY_S
-    signals: list[str] = field(default_factory=list)
 
 
 class EngineRun:
@@ -62,6 +64,7 @@ class EngineRun:
         self._loop = EventLoop(self._on_signal)
         self._output = NonblockingOutput()
         self._signal: int | None = None
+        self._end_at = math.inf  # if no agent has come back by then
 
     def run(self) -> int:
         """Block until the head has ended and everything is gone. Returns the exit code of the run.
@@ -79,12 +82,6 @@ class EngineRun:
             finally:
                 self._close()
 
-    @property
-    def stop_signals(self) -> set[str]:
-        """The names of the signals that this process or an agent got, apart from those that this process has passed on."""
-        own = {signal.Signals(self._signal).name} if self._signal is not None else set()
-        return own.union(*(agents.signals for agents in self._agents))
-
     # -- the loop ---------------------------------------------------------------------------------
 
     def _on_time(self, now: float) -> None:
@@ -94,6 +91,18 @@ class EngineRun:
             self._agents = [_Agents(start) for start in self._make_agents(self._head.port)]
         for agents in self._agents:
             self._watch(agents, now)
+        self._end_without_agents(now)
+
+    def _end_without_agents(self, now: float) -> None:
+        """A head that no agent can reach any more would wait for ever."""
+        if not self._agents or any(agents.is_up for agents in self._agents):
+            self._end_at = math.inf
+            return
+        none_comes_back = all(agents.start_at == math.inf and agents.child is None for agents in self._agents)
+        self._end_at = min(self._end_at, now + (_AGENTS_END_S if none_comes_back else _NO_AGENTS_S))
+        if now >= self._end_at and self._signal is None:
+            self._say("no agent is left, and none could be started again. The head is told to end.")
+            self._on_signal(signal.SIGTERM)
 
     def _head_code(self) -> int | None:
         """Returns the exit code of the run when it is over. A head that was killed is started again: the agents wait for it."""
@@ -123,9 +132,8 @@ class EngineRun:
             raise UsageError(agents.start.explain(last_line, code))
         if code == 2 and self._signal is None:
             raise UsageError(f"the agent on {agents.start.name} could not work: {last_line.removeprefix('lockstep: ')}")
-        # 0: it has left, or the run is over. Somebody on its machine has asked it to end: it stays away.
-        stays_away = code == 0 or agents.signals or not agents.start.again
-        agents.start_at = math.inf if stays_away else now + agents.delay_s
+        # 0: the run is over, or somebody on that machine has asked the agent to leave.
+        agents.start_at = math.inf if code == 0 else now + agents.delay_s
         agents.delay_s = min(2 * agents.delay_s, _MAX_DELAY_S)
 
     def _start(self, agents: _Agents) -> None:
@@ -149,9 +157,7 @@ class EngineRun:
             if agents.has_started:
                 self._output.write(2, f"[{agents.start.name}] {line}\n".encode())
         elif line == STARTED:
-            agents.has_started, agents.delay_s = True, _FIRST_DELAY_S
-        elif line.startswith(STOPPED):
-            agents.signals.append(line.removeprefix(STOPPED))
+            agents.has_started, agents.is_up, agents.delay_s = True, True, _FIRST_DELAY_S
 
     def _on_signal(self, number: int) -> None:
         if number in STOP_SIGNALS:
@@ -189,7 +195,7 @@ class EngineRun:
             if stream in self._loop.selector.get_map():
                 self._loop.selector.unregister(stream)
         agents.child.close()
-        agents.child = None
+        agents.child, agents.is_up = None, False
 
     def _close(self) -> None:
         self._close_inputs()

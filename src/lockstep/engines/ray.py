@@ -11,11 +11,12 @@ import logging
 import math
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from lockstep.engines.agent_options import head_options, refuse_debugger, script_words
 from lockstep.engines.ray_placement import bundle, needs_of_worker, workers_per_agent
@@ -40,9 +41,11 @@ def run(given: argparse.Namespace) -> int:
     runtime_env = _read_runtime_env(given.runtime_env, given.working_dir)
     words = _script_in(given, runtime_env.get("working_dir"))
     try:
-        with _connected(given.address, runtime_env) as env_of_actors:
-            code: int = _execute(_make_job(given, words, None, runtime_env, env_of_actors))["code"]
-            return code
+        stdout = sys.stdout
+        with redirect_stdout(sys.stderr):  # Ray prints messages of its own
+            with _connected(given.address, runtime_env) as env_of_actors:
+                code: int = _execute(_make_job(given, words, None, runtime_env, env_of_actors), stdout)["code"]
+                return code
     except WorkerError as error:
         write(2, f"lockstep: {error}\n")
         return 1
@@ -119,18 +122,18 @@ def launch(
     with _connected(address, environment) as env_of_actors:
         function = None if words is not None else _pickled(script_or_fn, args)
         job = _make_job(given, words or [], function, environment, env_of_actors)
-        outcome = _execute(job, is_function=words is None)
+        outcome = _execute(job, sys.stdout, is_function=words is None)
     return outcome["result"] if words is None else outcome["code"]
 
 
-def _execute(job: RayJob, *, is_function: bool = False) -> dict[str, Any]:
+def _execute(job: RayJob, stdout: TextIO, *, is_function: bool = False) -> dict[str, Any]:
     """Run the job. Returns its outcome; of a function with "result", what it has returned on rank 0."""
     from ray import cloudpickle
 
     from lockstep.engines.ray_run import RayRun
 
     try:
-        ray_run = RayRun(job)
+        ray_run = RayRun(job, stdout)
     except ValueError as error:  # of what was asked for, Ray cannot do something
         raise UsageError(f"Ray cannot start the actors of this run: {' '.join(str(error).split())}") from error
     try:

@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TextIO
 
 import ray
 from ray.exceptions import RayError
@@ -42,6 +42,8 @@ _CANNOT_WORK = 2
 _MOST_SIGNALS = 3
 _HEAD_NODE = "node:__internal_head__"
 """A resource that only the node with Ray's own control process has. The cluster does not outlive this node."""
+_HEAD_BYTES = 64 << 20
+"""Ray places an actor that needs nothing on any node, whatever node was asked for."""
 
 
 @dataclass(frozen=True)
@@ -78,10 +80,10 @@ class _Watched:
 
 
 class RayRun:
-    """Call ``run`` once, then ``result`` and ``close``. Ray must be initialized."""
+    """Call ``run`` once, then ``result`` and ``close``. Ray must be initialized. ``stdout``: gets what rank 0 prints."""
 
-    def __init__(self, job: RayJob) -> None:
-        self._job, self._token = job, new_token()
+    def __init__(self, job: RayJob, stdout: TextIO) -> None:
+        self._job, self._token, self._stdout = job, new_token(), stdout
         self._signals: list[int] = []
         self._passed_on = 0
         self._agents: list[_Watched] = []
@@ -91,7 +93,7 @@ class RayRun:
             options["runtime_env"] = job.runtime_env
         self._options = options
         self._function = [] if job.function is None else [ray.put(job.function)]
-        head = ray.remote(HeadActor).options(num_cpus=0, **_on_head_node(), **options)
+        head = ray.remote(HeadActor).options(num_cpus=0, memory=_HEAD_BYTES, **_on_head_node(), **options)
         self._head = _Watched("the head", head.remote(self._token, job.head_options, job.places))
         self._group = placement_group(list(job.bundles), strategy="SPREAD")
         self._say_at = time.monotonic() + _SAY_AFTER_S
@@ -192,7 +194,7 @@ class RayRun:
             assert watched.news is not None
             text = "".join(f"[{watched.news.node}] {line}\n" for line in text.splitlines() if line)
             stream = 2  # the standard output is that of rank 0
-        output = sys.stdout if stream == 1 else sys.stderr
+        output = self._stdout if stream == 1 else sys.stderr
         output.write(text)
         output.flush()
 

@@ -9,12 +9,14 @@ workers save and stop. Then the job is requeued if it may be, and the same scrip
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from lockstep.cluster.address import Address
 from lockstep.cluster.token import new_token
@@ -43,11 +45,10 @@ def run(given: argparse.Namespace) -> int:
         heads = ",".join(str(Address(address, port)) for address in reached_at or ["127.0.0.1"])
         agent = [given.python or sys.executable, "-m", "lockstep.engines.attached_agent", heads]
         agent += agent_words(given, per_node, folder / "machines" / "{node}")
-        return [AgentStart("Slurm", tuple(srun_command(len(nodes), agent)), _explain, again=False)]
+        return [AgentStart("Slurm", tuple(srun_command(len(nodes), agent)), _explain)]
 
-    engine_run = EngineRun(head, token, agents)
-    code = engine_run.run()
-    if code == 0 and "SIGTERM" in engine_run.stop_signals:
+    code = EngineRun(head, token, agents).run()
+    if code == 0 and was_stopped(folder):
         requeue(os.environ["SLURM_JOB_ID"])
     return code
 
@@ -98,11 +99,21 @@ def node_addresses(nodes: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(re.findall(r"\bNodeAddr=(\S+)", shown)))
 
 
+def was_stopped(run_folder: Path) -> bool:
+    """Whether a signal has stopped all workers before the end of the script, as the head has noted it at its end."""
+    try:
+        events = [json.loads(line) for line in (run_folder / "events.jsonl").read_text().splitlines()]
+    except (OSError, ValueError):
+        return False
+    ends = [event for event in events if event["kind"] == "end"]
+    return bool(ends) and ends[-1].get("stopped_after") is not None
+
+
 def requeue(job: str) -> None:
     """Slurm's signal has stopped the run, and its state is saved. Let Slurm start the job again, if it may (--requeue)."""
     shown = _scontrol("--oneliner", "show", "job", job)
     # A job that scancel or a preemption ends gets SIGTERM too, and is not RUNNING any more.
-    if "JobState=RUNNING" not in shown or "Requeue=1" not in shown:
+    if not all(fact in shown for fact in ("JobState=RUNNING", "Requeue=1", "BatchFlag=1")):
         return
     done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, timeout=_SCONTROL_S, check=False)
     said = f"job {job} is requeued and resumes from the checkpoint" if done.returncode == 0 else done.stderr.strip()

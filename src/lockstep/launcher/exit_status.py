@@ -27,7 +27,8 @@ class ExitStatus:
         self._members: set[int] = set()  # of all generations so far
         self._staying: set[int] = set()  # of the last generation
         self._checkpoint: tuple[int, str] | None = None
-        self._stopped_after: int | None = None
+        self.stopped_after: int | None = None
+        """The step after which all workers stopped because they were told to; None if they were not."""
 
     def generation_formed(self, members: Sequence[int]) -> None:
         self._codes, self._peer_errors, self._traceback_shown, self.cause = {}, {}, False, None
@@ -45,7 +46,7 @@ class ExitStatus:
 
     def workers_stopped(self, step: int) -> None:
         """The workers stopped after ``step``, because they were told to."""
-        self._stopped_after = step
+        self.stopped_after = step
 
     def worker_finished(self, worker: int) -> None:
         self._finished.add(worker)
@@ -82,7 +83,7 @@ class ExitStatus:
         is_clean = not any(worker in self._members for worker in self._codes)
         if self._checkpoint is not None:
             if self._is_saved and is_clean:
-                code, why = 0, f"{why} at step {self._stopped_after}, which is saved"
+                code, why = 0, f"{why} at step {self.stopped_after}, which is saved"
             self._console.say(f"{why}.{self._how_to_resume()}")
         return code, why
 
@@ -91,8 +92,8 @@ class ExitStatus:
         for note in end.notes:
             self._console.say(note)
         code, reason = self._code_after(end.code), end.why
-        if code == 0 and self._stopped_after is not None:
-            reason = f"all workers got SIGTERM and stopped at step {self._stopped_after}, which is "
+        if code == 0 and self.stopped_after is not None:
+            reason = f"all workers got SIGTERM and stopped at step {self.stopped_after}, which is "
             reason += "saved" if self._is_saved else "not saved"
             code = 0 if self._is_saved else 128 + signal.SIGTERM
             if self._is_saved:
@@ -105,7 +106,7 @@ class ExitStatus:
     @property
     def _is_saved(self) -> bool:
         """Whether the step after which the workers stopped is saved."""
-        return self._checkpoint is not None and self._checkpoint[0] == self._stopped_after
+        return self._checkpoint is not None and self._checkpoint[0] == self.stopped_after
 
     def _code_after(self, code: int) -> int:
         if code == 0:  # once a generation was formed, the death of a worker that had not finished, or had left, is made good

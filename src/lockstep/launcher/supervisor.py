@@ -131,7 +131,7 @@ class Supervisor:
         else:
             assert self._shutdown.end is not None
             code, why = self._exit_status.after_end(self._shutdown.end)
-        self._run_folder.record("end", code=code, why=why)
+        self._run_folder.record("end", code=code, why=why, stopped_after=self._exit_status.stopped_after)
         return code
 
     def close(self) -> None:
