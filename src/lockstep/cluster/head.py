@@ -20,7 +20,7 @@ import enum
 import secrets
 import signal
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import lockstep
 from lockstep.cluster import protocol
@@ -37,7 +37,7 @@ from lockstep.launcher.run_folder import RunFolder
 from lockstep.launcher.supervisor import Settings, Supervisor
 from lockstep.plan import membership_events as events
 from lockstep.plan.membership_generation import count
-from lockstep.plan.membership_recovery import has_majority, missing_members, newest, recover
+from lockstep.plan.membership_recovery import has_majority, is_complete, missing_members, newest, recover
 
 _REJOIN_S = 5.0
 """How long a new head waits for the other machines of a run, from the first one on."""
@@ -72,10 +72,15 @@ class _Candidate:
     """A machine that has registered and does not belong to the run yet: it is not known whether others can reach it."""
 
     machine: Machine
-    waits_for: set[str]
-    """The machines whose answers to a probe are missing."""
+    waits_for: set[tuple[str, str]]
+    """(machine, other machine): the first has not said yet whether it reaches the other. One of them is this machine."""
     since: float
-    failures: list[str]
+    failures: dict[tuple[str, str], str] = field(default_factory=dict)
+
+    def forget(self, name: str) -> None:
+        """Another machine is lost: nothing follows from who reaches it."""
+        self.waits_for = {pair for pair in self.waits_for if name not in pair}
+        self.failures = {pair: why for pair, why in self.failures.items() if name not in pair}
 
 
 class Head:
@@ -156,10 +161,11 @@ class Head:
                 self._on_closed(machine.channel, f"machine {machine.name} has not answered for {timeout_s:g} s")
         for candidate in list(self._candidates):
             if now - candidate.since > _PROBE_TIMEOUT_S:
-                for name in candidate.waits_for:
-                    candidate.failures.append(f"machine {name} has not said within {_PROBE_TIMEOUT_S:g} s what it can reach")
+                for pair in candidate.waits_for:
+                    why = f"machine {pair[0]} has not said within {_PROBE_TIMEOUT_S:g} s whether it reaches machine {pair[1]}"
+                    candidate.failures[pair] = why
                 candidate.waits_for.clear()
-                self._admit_if_reachable(candidate)
+            self._admit_if_reachable(candidate)
         if self._phase is _Phase.RECOVERING:
             self._recover_if_possible(now)
         if self._phase is not _Phase.RUNNING:
@@ -178,7 +184,8 @@ class Head:
             self._console.say(f"waiting for agents: {machines}, and --min-workers is {self._settings.min_workers}.")
         else:
             missing = missing_members([machine.given.report for machine in self._machines])
-            self._console.say(f"waiting for the machines of workers {', '.join(map(str, missing))}, to continue the run.")
+            whom = f"the machines of workers {', '.join(map(str, missing))}" if missing else "other machines"
+            self._console.say(f"waiting for {whom}, to continue the run.")
 
     # -- machines that come ----------------------------------------------------------------------------
 
@@ -232,8 +239,10 @@ class Head:
 
     def _probe(self, machine: Machine, now: float) -> None:
         """Ask the machine whether it reaches some others, and these whether they reach it. Not within one address."""
-        others = [other for other in self._machines if other.given.address != machine.given.address][-_MAX_PROBES:]
-        candidate = _Candidate(machine, {other.name for other in others} | ({machine.name} if others else set()), now, [])
+        known = [*self._machines, *(candidate.machine for candidate in self._candidates)]
+        others = [other for other in known if other.given.address != machine.given.address][-_MAX_PROBES:]
+        pairs = {pair for other in others for pair in ((machine.name, other.name), (other.name, machine.name))}
+        candidate = _Candidate(machine, pairs, now)
         self._candidates.append(candidate)
         for other in others:
             other.send({"type": "probe", "machines": {machine.name: _probe_address(machine)}}, now)
@@ -243,24 +252,22 @@ class Head:
 
     def _on_probed(self, machine: Machine, message: Message) -> None:
         for candidate in list(self._candidates):
-            if candidate.machine is machine:
-                for name, why in message["unreachable"].items():
-                    candidate.failures.append(f"machine {machine.name} cannot reach machine {name}: {why}")
-                candidate.waits_for.discard(machine.name)
-            elif candidate.machine.name in message["unreachable"]:
-                why = message["unreachable"][candidate.machine.name]
-                candidate.failures.append(f"machine {machine.name} cannot reach machine {candidate.machine.name}: {why}")
-                candidate.waits_for.discard(machine.name)
-            elif candidate.machine.name in message["reached"]:
-                candidate.waits_for.discard(machine.name)
+            for name in (*message["reached"], *message["unreachable"]):
+                pair = (machine.name, name)
+                if pair in candidate.waits_for:
+                    candidate.waits_for.remove(pair)
+                    if name in message["unreachable"]:
+                        candidate.failures[pair] = f"machine {pair[0]} cannot reach machine {name}: {message['unreachable'][name]}"
             self._admit_if_reachable(candidate)
 
     def _admit_if_reachable(self, candidate: _Candidate) -> None:
         if candidate.waits_for or candidate not in self._candidates:
             return
+        if candidate.failures and time.monotonic() - candidate.since <= self._settings.heartbeat_timeout_s:
+            return  # the other machine may be lost, which is known after this time
         self._candidates.remove(candidate)
         if candidate.failures:
-            why = "; ".join(candidate.failures)
+            why = "; ".join(candidate.failures.values())
             self._refuse(candidate.machine.channel, f"{why}. Let the machines reach each other, or name another --interface.")
         else:
             self._admit(candidate.machine)
@@ -271,6 +278,7 @@ class Head:
         if self._phase is _Phase.RUNNING:
             assert self._supervisor is not None
             self._tell_running(machine)
+            self._machines.give_kept(machine)
             if report.workers:
                 machine.send({"type": "drop", "workers": [worker.id for worker in report.workers]}, time.monotonic())
             if machine.given.room:
@@ -313,7 +321,7 @@ class Head:
             return
         assert self._recovering_since is not None
         missing = missing_members(reports)
-        if missing and now - self._recovering_since < _REJOIN_S:
+        if not is_complete(reports) and now - self._recovering_since < _REJOIN_S:
             return
         members = newest(reports).members
         if members and not self._may_continue(members, [id for id in members if id not in missing]):
@@ -342,6 +350,8 @@ class Head:
         if machine is None:
             return
         self._candidates = [each for each in self._candidates if each.machine is not machine]
+        for candidate in self._candidates:
+            candidate.forget(machine.name)
         if machine not in list(self._machines):
             return
         self._run_folder.record("machine lost", machine=machine.name, why=why)
@@ -425,6 +435,7 @@ class Head:
         kind = message["type"]
         worker = message.get("worker", -1)
         if kind == "kept":
+            self._machines.keep_again(message["packet"])
             supervisor.on_kept(message["packet"])
         elif kind == "notice":
             self._console.say(message["text"])
