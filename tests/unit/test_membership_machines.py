@@ -8,9 +8,10 @@ from itertools import combinations
 import pytest
 
 from lockstep.cluster.run_memory import RunMemory
+from lockstep.launcher.environment import RunSettings
 from lockstep.plan.membership import decide
 from lockstep.plan.membership_events import Abort, Died, Form, JoinRequested, MachineJoined, MachineLost, Ready, Spawn, StopAll
-from lockstep.plan.membership_recovery import MachineReport, WorkerReport, has_majority, missing_members, recover
+from lockstep.plan.membership_recovery import MachineReport, WorkerReport, has_majority, is_complete, missing_members, recover
 from lockstep.plan.membership_state import Policy, Status
 from tests.unit.test_membership import connected, newcomer, play, reports, running
 
@@ -46,6 +47,9 @@ def test_without_a_run_a_lost_machine_restarts_the_others_with_fewer_workers() -
     assert StopAll((0, 1, 3)) in actions or StopAll((0, 1)) in actions
     state, actions = play(state, Died(0, "SIGTERM"), Died(1, "SIGTERM"), Died(3, "SIGTERM"))
     assert Spawn((4, 5)) in actions
+
+
+SETTINGS = RunSettings(2, ledger=False, hang_timeout_s=3.0, restarts=0, max_restarts=3, debug_rank=None, threads=3)
 
 
 def member(id: int, **facts: object) -> WorkerReport:
@@ -113,7 +117,7 @@ def test_two_disjoint_parts_of_a_run_never_both_have_a_majority() -> None:
 
 def test_an_agent_remembers_what_its_workers_and_the_head_have_said() -> None:
     memory = RunMemory()
-    memory.spawned([4, 5])
+    memory.spawned({4: 0, 5: 1}, SETTINGS)
     memory.started(4, 44)
     memory.on_packet(4, {"type": "join", "most": 8, "stage": -1})
     memory.on_answer([4], {"type": "generation", "number": 2, "members": [0, 4]})
@@ -133,6 +137,56 @@ def test_an_agent_remembers_what_its_workers_and_the_head_have_said() -> None:
         max_members=8,
         next_id=6,
         has_joined=True,
+        started=2,
     )
     memory.gone(4)
     assert [worker.id for worker in memory.report(2).workers] == [5]
+
+
+def test_a_new_head_takes_workers_that_were_not_told_of_the_newest_generation_for_ready() -> None:
+    told, untold = report(member(0)), report(member(1, ready_generation=2, steps=17), generation=2, members=(0, 1, 2))
+    told = replace(told, members=(0, 1))
+    (state, actions, _), _ = recover(Policy(), [told, untold], 0.0)
+    assert Abort((0, 1), 3, "the head was replaced") in actions
+    assert Form(4, (0, 1)) in play(state, Ready(0, 3, 17))[1]
+
+
+def test_a_new_head_replaces_nobody_if_the_policy_forbids_it() -> None:
+    (_, actions, _), _ = recover(Policy(respawn=False), [report(member(0), member(1)), report(member(2))], 0.0)
+    assert not any(isinstance(action, Spawn) for action in actions)
+
+
+def test_a_new_head_leaves_a_script_without_a_run_alone_unless_workers_are_lost() -> None:
+    parts = [
+        MachineReport(2, (WorkerReport(0, 10), WorkerReport(1, 11)), next_id=2, needs_peers=True, started=4),
+        MachineReport(2, (WorkerReport(2, 12), WorkerReport(3, 13)), next_id=4, needs_peers=True, started=4),
+    ]
+    assert is_complete(parts)
+    assert not is_complete(parts[:1])
+    assert recover(Policy(), [*parts, MachineReport(2)], 0.0)[0][1] == ()
+    assert StopAll((0, 1)) in recover(Policy(), parts[:1], 0.0)[0][1]
+
+
+def test_an_agent_repeats_that_a_member_is_gone_until_a_generation_is_formed_without_it() -> None:
+    memory = RunMemory()
+    memory.spawned({0: 0, 1: 1}, SETTINGS)
+    memory.on_answer([0, 1], {"type": "generation", "number": 0, "members": [0, 1]})
+    memory.on_packet(1, {"type": "finished"})
+    memory.exited(1, {"type": "exited", "worker": 1})
+    assert [worker.finished for worker in memory.report(2).workers] == [False, True]
+    assert memory.exits == [{"type": "exited", "worker": 1}]
+    memory.on_answer([0], {"type": "generation", "number": 1, "members": [0]})
+    assert [worker.id for worker in memory.report(2).workers] == [0]
+    assert memory.exits == []
+    memory.spawned({2: 0}, SETTINGS)
+    assert (memory.main_worker, memory.threads) == (0, 3)
+    memory.exited(2, {"type": "exited", "worker": 2})
+    assert memory.exits == []
+
+
+def test_an_agent_keeps_the_results_that_its_workers_send_until_their_epoch_is_over() -> None:
+    memory = RunMemory()
+    for index in range(4):
+        memory.on_packet(0, {"type": "recorded", "index": index, "part": 0, "parts": 1, "data": "x"})
+    memory.on_packet(0, {"type": "epoch", "number": 0, "epoch": 1, "first": 1, "keep": 3})
+    assert [packet.get("index") for packet in memory.kept] == [0, 3, None]

@@ -39,6 +39,8 @@ _MASTER_PORTS = 4
 """Each start of all workers of a script without ``lockstep.Run`` takes another one."""
 _MAX_KEPT = 100_000
 """Messages for the head, while there is none."""
+_MAX_OUTPUT_BACKLOG = 1 << 20
+_LEFT_OUT = b"\n[lockstep: the connection to the head is too slow; output is left out here. The log files have all of it]\n"
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,7 @@ class Agent:
         self._address = ""
         self._hang_timeout_s = 30.0
         self._has_head = False  # one that decides for the run
+        self._is_output_left_out = False
         self._code: int | None = None
         self._leaving_for = ""
         self._kill_at = float("inf")
@@ -153,7 +156,7 @@ class Agent:
             "folder": str(self._run_folder.path),
             "command": self._settings.command,
             "room": room,
-            "threads": threads_per_worker(self._settings.room, os.environ),
+            "threads": self._memory.threads or threads_per_worker(self._settings.room, os.environ),
             "address": self._address,
             "probe_port": self._reachability.port,
             "master_ports": [port.number for port in self._master_ports],
@@ -198,11 +201,12 @@ class Agent:
             self._machine.cancel_unstarted()
         elif kind == "forget workers":
             self._machine.forget_workers()
+            self._memory.forget_exits()
         elif kind == "watch idle":
             idle_s = self._machine.idle_s(self._loop.clock.now())
             self._link.send({"type": "idle", "idle_s": {str(id): idle for id, idle in idle_s.items()}})
         elif kind == "keep":
-            self._memory.keep(message["packet"])
+            self._memory.kept.add(message["packet"])
         elif kind == "end":
             self._run_folder.record("the run has ended", code=message["code"], why=message["why"])
             self._machine.kill_all()
@@ -224,7 +228,7 @@ class Agent:
                 f"Their output is in {self._run_folder.path / 'workers'}."
             )
         if message["send_kept"]:
-            for packet in self._memory.kept.values():
+            for packet in self._memory.kept:
                 self._link.send({"type": "kept", "packet": packet})
         for worker, packet in self._memory.unanswered():
             self._link.send({"type": "packet", "worker": worker, "packet": packet})
@@ -233,13 +237,13 @@ class Agent:
             is_reported = each["type"] == "packet" and each["packet"].get("type") == "join" and each["worker"] in self._reported
             if not is_reported:  # to join twice would be to leave the generation
                 self._tell(each)
+        for exit in self._memory.exits:
+            self._link.send(exit)
 
     def _tell(self, message: Message) -> None:
         """Send a message to the head, now or when there is one."""
         if self._has_head:
             self._link.send(message)
-            if message["type"] == "exited":
-                self._memory.gone(message["worker"])
         elif message["type"] != "output" and len(self._unsent) < _MAX_KEPT:
             self._unsent.append(message)
 
@@ -251,16 +255,17 @@ class Agent:
             return
         interface = interface_of(self._address)
         places = {id: replace(place, interface=interface) for id, place in places.items()}
-        self._memory.spawned(list(places))
-        if any(place.rank == 0 for place in places.values()):
-            self._memory.main_worker = next(id for id, place in places.items() if place.rank == 0)
+        self._memory.spawned({id: place.rank for id, place in places.items()}, settings)
         self._machine.spawn(list(places), settings, places)
 
     def _drop(self, workers: Sequence[int]) -> None:
         """The run has gone on without these workers."""
-        self._console.say(f"the run has gone on without {len(workers)} workers of this machine. They are killed and start anew.")
+        alive = [id for id in workers if id in self._machine.ids]
+        if alive:
+            self._console.say(f"the run has gone on without {len(alive)} workers of this machine. They are killed and start anew.")
         for id in workers:
             self._memory.gone(id)
+        for id in alive:
             self._machine.drop(id)
 
     def _say(self, text: str) -> None:
@@ -279,13 +284,22 @@ class Agent:
         self._tell({"type": "packet", "worker": worker, "packet": packet})
 
     def on_output(self, worker: int, stream: int, data: bytes) -> None:
-        if worker == self._memory.main_worker:
-            self._tell({"type": "output", "worker": worker, "stream": stream, "data": base64.b64encode(data).decode()})
+        if worker != self._memory.main_worker:
+            return
+        is_slow = self._link.backlog > _MAX_OUTPUT_BACKLOG  # what else the workers say must not wait behind it
+        if is_slow and self._is_output_left_out:
+            return
+        self._is_output_left_out = is_slow
+        data = _LEFT_OUT if is_slow else data
+        self._tell({"type": "output", "worker": worker, "stream": stream, "data": base64.b64encode(data).decode()})
 
     def on_exit(self, worker: int, pid: int, status: int, last_lines: str) -> None:
         self._run_folder.record("exited", worker=worker, pid=pid, status=status)
         self._reported_pids.pop(worker, None)
-        self._tell({"type": "exited", "worker": worker, "pid": pid, "status": status, "last_lines": last_lines})
+        message = {"type": "exited", "worker": worker, "pid": pid, "status": status, "last_lines": last_lines}
+        self._memory.exited(worker, message)
+        if self._has_head:
+            self._link.send(message)
 
     def on_not_started(self, workers: list[int], why: str, *, is_fatal: bool) -> None:
         self._console.say(why)

@@ -21,8 +21,12 @@ import itertools
 import secrets
 import signal
 import time
+<<<<<<< HEAD
 from contextlib import suppress
 from dataclasses import dataclass, replace
+=======
+from dataclasses import dataclass, field, replace
+>>>>>>> h/a
 
 import lockstep
 from lockstep.cluster import protocol
@@ -40,7 +44,7 @@ from lockstep.launcher.run_folder import RunFolder
 from lockstep.launcher.supervisor import Settings, Supervisor
 from lockstep.plan import membership_events as events
 from lockstep.plan.membership_generation import count
-from lockstep.plan.membership_recovery import has_majority, missing_members, newest, recover
+from lockstep.plan.membership_recovery import has_majority, is_complete, missing_members, newest, recover
 
 _REJOIN_S = 5.0
 """How long a new head waits for the other machines of a run, from the first one on."""
@@ -79,10 +83,15 @@ class _Candidate:
     """A machine that has registered and does not belong to the run yet: it is not known whether others can reach it."""
 
     machine: Machine
-    waits_for: set[str]
-    """The machines whose answers to a probe are missing."""
+    waits_for: set[tuple[str, str]]
+    """(machine, other machine): the first has not said yet whether it reaches the other. One of them is this machine."""
     since: float
-    failures: list[str]
+    failures: dict[tuple[str, str], str] = field(default_factory=dict)
+
+    def forget(self, name: str) -> None:
+        """Another machine is lost: nothing follows from who reaches it."""
+        self.waits_for = {pair for pair in self.waits_for if name not in pair}
+        self.failures = {pair: why for pair, why in self.failures.items() if name not in pair}
 
 
 class Head:
@@ -160,9 +169,27 @@ class Head:
         self._output.flush()
         self._machines.now = now
         self._listener.on_time(now)
+<<<<<<< HEAD
         if now >= self._watch_at or self._silent:  # there may be thousands of machines
             self._watch_at = now + min(0.1, self._settings.heartbeat_timeout_s / protocol.HEARTBEATS / 4)
             self._watch_machines(now)
+=======
+        own_now = self._loop.clock.now()
+        timeout_s = self._settings.heartbeat_timeout_s
+        for machine in [machine for machine in self._channels.values() if machine is not None]:
+            if now - machine.sent_at > timeout_s / protocol.HEARTBEATS:
+                machine.send({"type": "heartbeat"}, now)
+            if own_now - machine.heard_at > timeout_s:
+                machine.channel.close()
+                self._on_closed(machine.channel, f"machine {machine.name} has not answered for {timeout_s:g} s")
+        for candidate in list(self._candidates):
+            if now - candidate.since > _PROBE_TIMEOUT_S:
+                for pair in candidate.waits_for:
+                    why = f"machine {pair[0]} has not said within {_PROBE_TIMEOUT_S:g} s whether it reaches machine {pair[1]}"
+                    candidate.failures[pair] = why
+                candidate.waits_for.clear()
+            self._admit_if_reachable(candidate)
+>>>>>>> h/a
         if self._phase is _Phase.RECOVERING:
             self._recover_if_possible(now)
         if self._phase is _Phase.GATHERING:
@@ -202,7 +229,8 @@ class Head:
             self._console.say(f"waiting for agents: {machines}, and --min-workers is {self._settings.min_workers}.")
         else:
             missing = missing_members([machine.given.report for machine in self._machines])
-            self._console.say(f"waiting for the machines of workers {', '.join(map(str, missing))}, to continue the run.")
+            whom = f"the machines of workers {', '.join(map(str, missing))}" if missing else "other machines"
+            self._console.say(f"waiting for {whom}, to continue the run.")
 
     # -- machines that come ----------------------------------------------------------------------------
 
@@ -258,9 +286,17 @@ class Head:
 
     def _probe(self, machine: Machine, now: float) -> None:
         """Ask the machine whether it reaches some others, and these whether they reach it. Not within one address."""
+<<<<<<< HEAD
         others = self._machines.newest(_MAX_PROBES, machine.given.address)
         candidate = _Candidate(machine, {other.name for other in others} | ({machine.name} if others else set()), now, [])
         self._candidates[machine.name] = candidate
+=======
+        known = [*self._machines, *(candidate.machine for candidate in self._candidates)]
+        others = [other for other in known if other.given.address != machine.given.address][-_MAX_PROBES:]
+        pairs = {pair for other in others for pair in ((machine.name, other.name), (other.name, machine.name))}
+        candidate = _Candidate(machine, pairs, now)
+        self._candidates.append(candidate)
+>>>>>>> h/a
         for other in others:
             other.send({"type": "probe", "machines": {machine.name: _probe_address(machine)}}, now)
         if others:
@@ -268,6 +304,7 @@ class Head:
         self._admit_if_reachable(candidate)
 
     def _on_probed(self, machine: Machine, message: Message) -> None:
+<<<<<<< HEAD
         unreachable = message["unreachable"]
         own = self._candidates.get(machine.name)
         found = [own] if own else [self._candidates.get(name) for name in (*unreachable, *message["reached"])]
@@ -277,14 +314,29 @@ class Head:
             for name in unreachable if own else unreachable.keys() & {candidate.machine.name}:
                 candidate.failures.append(f"machine {machine.name} cannot reach machine {name}: {unreachable[name]}")
             candidate.waits_for.discard(machine.name)
+=======
+        for candidate in list(self._candidates):
+            for name in (*message["reached"], *message["unreachable"]):
+                pair = (machine.name, name)
+                if pair in candidate.waits_for:
+                    candidate.waits_for.remove(pair)
+                    if name in message["unreachable"]:
+                        candidate.failures[pair] = f"machine {pair[0]} cannot reach machine {name}: {message['unreachable'][name]}"
+>>>>>>> h/a
             self._admit_if_reachable(candidate)
 
     def _admit_if_reachable(self, candidate: _Candidate) -> None:
         if candidate.waits_for or self._candidates.get(candidate.machine.name) is not candidate:
             return
+<<<<<<< HEAD
         del self._candidates[candidate.machine.name]
+=======
+        if candidate.failures and time.monotonic() - candidate.since <= self._settings.heartbeat_timeout_s:
+            return  # the other machine may be lost, which is known after this time
+        self._candidates.remove(candidate)
+>>>>>>> h/a
         if candidate.failures:
-            why = "; ".join(candidate.failures)
+            why = "; ".join(candidate.failures.values())
             self._refuse(candidate.machine.channel, f"{why}. Let the machines reach each other, or name another --interface.")
         else:
             self._admit(candidate.machine)
@@ -295,6 +347,7 @@ class Head:
         if self._phase is _Phase.RUNNING:
             assert self._supervisor is not None
             self._tell_running(machine)
+            self._machines.give_kept(machine)
             if report.workers:
                 machine.send({"type": "drop", "workers": [worker.id for worker in report.workers]}, time.monotonic())
             if machine.given.room:
@@ -343,7 +396,7 @@ class Head:
             return
         assert self._recovering_since is not None
         missing = missing_members(reports)
-        if missing and now - self._recovering_since < _REJOIN_S:
+        if not is_complete(reports) and now - self._recovering_since < _REJOIN_S:
             return
         members = newest(reports).members
         if members and not self._may_continue(members, [id for id in members if id not in missing]):
@@ -371,10 +424,17 @@ class Head:
         machine = self._channels.pop(channel, None)
         if machine is None:
             return
+<<<<<<< HEAD
         candidate = self._candidates.get(machine.name)
         if candidate is not None and candidate.machine is machine:
             del self._candidates[machine.name]
         if machine not in self._machines:
+=======
+        self._candidates = [each for each in self._candidates if each.machine is not machine]
+        for candidate in self._candidates:
+            candidate.forget(machine.name)
+        if machine not in list(self._machines):
+>>>>>>> h/a
             return
         self._run_folder.record("machine lost", machine=machine.name, why=why)
         workers = self._machines.remove(machine)
@@ -458,6 +518,7 @@ class Head:
         kind = message["type"]
         worker = message.get("worker", -1)
         if kind == "kept":
+            self._machines.keep_again(message["packet"])
             supervisor.on_kept(message["packet"])
         elif kind == "notice":
             self._console.say(message["text"])

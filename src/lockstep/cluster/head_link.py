@@ -97,6 +97,11 @@ class HeadLink:
         return self._channel is not None and self._channel.is_open
 
     @property
+    def backlog(self) -> int:
+        """Bytes for the head that the kernel has not taken yet."""
+        return 0 if self._channel is None else self._channel.backlog
+
+    @property
     def head_index(self) -> int:
         """The place of the current head in the list."""
         return self._index

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from lockstep.cluster.channel import Channel
 from lockstep.cluster.messages import Message
 from lockstep.cluster.protocol import Registration, spawn_message
+from lockstep.cluster.run_memory import KeptPackets
 from lockstep.launcher.environment import Placement, RunSettings
 from lockstep.launcher.packets import Packet
 
@@ -53,6 +54,7 @@ class RemoteMachines:
         self._was_on: dict[int, Machine] = {}
         self._idle_s: dict[int, float] = {}
         self._asked_at = float("-inf")
+        self._kept = KeptPackets()
         self._starts = 0
         self.now = 0.0
         """When messages are sent. The head sets it in every iteration of its loop."""
@@ -231,7 +233,20 @@ class RemoteMachines:
         self._tell_all({"type": "forget workers"})
 
     def keep(self, packet: Packet) -> None:
+        self._kept.add(packet)
         self._tell_all({"type": "keep", "packet": packet})
+
+    def keep_again(self, packet: Packet) -> None:
+        """An agent has kept the packet for this head. Agents that have registered with none get it too."""
+        self._kept.add(packet)
+        for machine in self._machines:
+            if not machine.given.kept:
+                machine.send({"type": "keep", "packet": packet}, self.now)
+
+    def give_kept(self, machine: Machine) -> None:
+        """The machine has joined a run that is under way."""
+        for packet in self._kept:
+            machine.send({"type": "keep", "packet": packet}, self.now)
 
     def _tell(self, id: int, message: Message) -> None:
         machine = self._of.get(id)

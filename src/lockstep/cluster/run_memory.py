@@ -5,9 +5,12 @@ Knows the packets of workers (launcher/worker_messages.py), not connections or p
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from lockstep.cluster.messages import Message
+from lockstep.launcher.environment import RunSettings
 from lockstep.launcher.packets import Packet
 from lockstep.plan.membership_recovery import MachineReport, WorkerReport
 
@@ -20,38 +23,85 @@ class _Store:
     requests: dict[int, Packet]
 
 
+class KeptPackets:
+    """The recorded results and epochs of the run (launcher/recorded_results.py), for a new head. Every agent has them."""
+
+    def __init__(self) -> None:
+        self._packets: dict[tuple[Any, ...], Packet] = {}
+
+    def __len__(self) -> int:
+        return len(self._packets)
+
+    def __iter__(self) -> Iterator[Packet]:
+        return iter(list(self._packets.values()))
+
+    def add(self, packet: Packet) -> None:
+        """Keep a part of a result, or where an epoch began. Drops the results that no newcomer needs from then on."""
+        if packet.get("type") != "epoch":
+            self._packets["result", packet.get("index"), packet.get("part")] = packet
+            return
+        self._packets["epoch", packet.get("number")] = packet
+        first, end = _whole(packet.get("first")), _whole(packet.get("keep"))
+        old = [key for key in self._packets if key[0] == "result" and first <= _whole(key[1]) < end]
+        for key in old:
+            del self._packets[key]
+
+
 class RunMemory:
     def __init__(self) -> None:
         self.run_id = ""
         """Of the run; empty until a head has accepted this agent."""
-        self.kept: dict[tuple[Any, ...], Packet] = {}
-        """The recorded results and epochs of the run (launcher/recorded_results.py)."""
+        self.kept = KeptPackets()
         self.main_worker: int | None = None
         """The worker with rank 0, if it is known."""
+        self.threads: int | None = None
+        """Of each worker of the run; None until the first one was started here."""
+        self._started = 0
         self._workers: dict[int, WorkerReport] = {}
         self._stores: dict[int, _Store] = {}
+        self._exits: dict[int, Message] = {}
         self._generation, self._members = -1, list[int]()
         self._stage, self._committed, self._max_members, self._next_id = -1, 0, 0, 0
         self._has_joined = self._needs_peers = False
 
-    def spawned(self, ids: list[int]) -> None:
-        for id in ids:
+    def spawned(self, ranks: Mapping[int, int], settings: RunSettings) -> None:
+        """``ranks``: worker -> the rank with which it is started. A newcomer has another one when it has joined."""
+        self._started, self.threads = settings.size, settings.threads
+        for id, rank in ranks.items():
             self._workers[id] = WorkerReport(id)
             self._next_id = max(self._next_id, id + 1)
+            if rank == 0 and self._generation < 0:
+                self.main_worker = id
 
     def started(self, id: int, pid: int) -> None:
         self._update(id, pid=pid)
 
+    def exited(self, id: int, message: Message) -> None:
+        """The process of a worker is gone, and ``message`` tells it to the head.
+
+        The head may be lost before it has read the message. A member is therefore reported, and the message repeated, until a
+        generation is formed without it.
+        """
+        if self._generation < 0 or id in self._members:
+            self._exits[id] = message
+        else:
+            self.gone(id)
+
+    @property
+    def exits(self) -> list[Message]:
+        """What a new head must be told after the report: which of the reported workers are gone."""
+        return list(self._exits.values())
+
     def gone(self, id: int) -> None:
-        """The head was told that the worker is gone."""
+        """The run has gone on without the worker."""
         self._workers.pop(id, None)
         self._stores.pop(id, None)
+        self._exits.pop(id, None)
 
-    def keep(self, packet: Packet) -> None:
-        if packet.get("type") == "epoch":
-            self.kept["epoch", packet.get("number")] = packet
-        else:
-            self.kept["result", packet.get("index"), packet.get("part")] = packet
+    def forget_exits(self) -> None:
+        """All workers are gone and start again."""
+        for id in list(self._exits):
+            self.gone(id)
 
     def on_packet(self, worker: int, packet: Packet) -> None:
         """A worker has sent a packet to the head."""
@@ -81,6 +131,8 @@ class RunMemory:
             self._update(worker, leaving=True)
         elif kind == "finished":
             self._update(worker, finished=True)
+        elif kind in ("recorded", "epoch"):
+            self.kept.add(packet)  # the head may be lost before it has given a copy to all agents
         elif kind == "rank read":
             self._needs_peers = self._needs_peers or packet.get("needs_peers") is True
 
@@ -90,6 +142,8 @@ class RunMemory:
             self._generation, self._members = _whole(packet.get("number")), [int(id) for id in packet.get("members", ())]
             self._next_id = max([self._next_id, *(id + 1 for id in self._members)])
             self.main_worker = self._members[0]
+            for id in [id for id in self._exits if id not in self._members]:
+                self.gone(id)
             for id in workers:
                 self._update(id, is_unsettled=False)
                 self._stores.pop(id, None)
@@ -118,6 +172,7 @@ class RunMemory:
             self._next_id,
             self._has_joined,
             self._needs_peers,
+            self._started,
         )
 
     def _update(self, id: int, **changes: Any) -> None:

@@ -352,7 +352,8 @@ class Supervisor:
             return
         given, policy = self._settings, self._settings.policy
         restarts = self._state.restarts, policy.max_restarts
-        settings = RunSettings(given.size, given.ledger, policy.hang_timeout_s, *restarts, given.debug_rank, given.threads)
+        size = self._state.size if self._state.restarts else given.size  # a machine may be lost since the workers began
+        settings = RunSettings(size, given.ledger, policy.hang_timeout_s, *restarts, given.debug_rank, given.threads)
         ranks = self._machines.spawn(ids, settings)
         if self._state.generation < 0:
             self._ranks.update(ranks)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from lockstep.plan.membership_events import Action
 from lockstep.plan.membership_generation import Decision, break_generation, settle, spawn
+from lockstep.plan.membership_restarts import restart, restarts_together
 from lockstep.plan.membership_state import Policy, State, Status, Worker
 
 
@@ -46,6 +47,8 @@ class MachineReport:
     next_id: int = 0
     has_joined: bool = False
     needs_peers: bool = False
+    started: int = 0
+    """How many workers the run started at first, on all machines; 0: this machine has started none."""
 
 
 def newest(reports: Sequence[MachineReport]) -> MachineReport:
@@ -57,6 +60,13 @@ def missing_members(reports: Sequence[MachineReport]) -> list[int]:
     """The members of the newest generation that no report names: they are dead, or their machine has not reported yet."""
     known = {worker.id for report in reports for worker in report.workers}
     return [id for id in newest(reports).members if id not in known]
+
+
+def is_complete(reports: Sequence[MachineReport]) -> bool:
+    """Whether every member is in a report. Before the first generation: whether as many workers are as were started at first."""
+    if newest(reports).generation >= 0:
+        return not missing_members(reports)
+    return sum(len(report.workers) for report in reports) >= max(report.started for report in reports)
 
 
 def has_majority(members: Sequence[int], present: Sequence[int]) -> bool:
@@ -76,6 +86,8 @@ def recover(policy: Policy, reports: Sequence[MachineReport], now: float) -> tup
     """
     latest = newest(reports)
     found = {worker.id: worker for report in reports for worker in report.workers}
+    # The head was lost while it told the agents of the newest generation. Their workers wait for it, and enter the next one.
+    untold = {worker.id for report in reports if report.generation < latest.generation for worker in report.workers}
     kept = list(found.values()) if latest.generation < 0 else [found[id] for id in latest.members if id in found]
     kept_ids = {worker.id for worker in kept}
     dropped = tuple(id for id in found if id not in kept_ids)
@@ -84,7 +96,7 @@ def recover(policy: Policy, reports: Sequence[MachineReport], now: float) -> tup
     state = State(
         size=sum(report.room for report in reports),
         policy=policy,
-        workers=tuple(_worker(each, latest.generation) for each in kept),
+        workers=tuple(_worker(each, latest.generation, is_untold=each.id in untold) for each in kept),
         next_id=max(report.next_id for report in reports),
         max_members=max(report.max_members for report in reports),
         generation=latest.generation,
@@ -99,12 +111,18 @@ def recover(policy: Policy, reports: Sequence[MachineReport], now: float) -> tup
         needs_peers=any(report.needs_peers for report in reports),
         reads_rank=any(report.needs_peers for report in reports),
     )
-    is_unsettled = any(worker.is_unsettled or worker.ready_generation == latest.generation >= 0 for worker in kept)
+    is_unsettled = any(
+        worker.is_unsettled or worker.id in untold or worker.ready_generation == latest.generation >= 0 for worker in kept
+    )
     why = "the head was replaced" if not lost else "the head was replaced, and members are lost"
     actions: tuple[Action, ...] = ()
     if state.generation >= 0 and (lost or is_unsettled):
         state, actions = break_generation(state, why, now)
+    if restarts_together(state):
+        return (restart(state, f"{why}, and members are lost") if not is_complete(reports) else (state, (), why)), dropped
     missing = state.size - sum(not worker.leaving for worker in state.workers)
+    if not policy.respawn:
+        missing = min(missing, sum(report.room for report in reports if report.next_id == 0))
     if missing > 0 and not state.finishing:
         state, start = spawn(state, missing, 0.0, is_replacement=state.generation >= 0)
         actions += (start,)
@@ -112,11 +130,11 @@ def recover(policy: Policy, reports: Sequence[MachineReport], now: float) -> tup
     return (state, (*actions, *more), why), dropped
 
 
-def _worker(report: WorkerReport, generation: int) -> Worker:
+def _worker(report: WorkerReport, generation: int, *, is_untold: bool) -> Worker:
     if generation < 0:
         status = Status.WAITING if report.has_joined else Status.STARTING
     else:
-        status = Status.READY if report.ready_generation == generation else Status.MEMBER
+        status = Status.READY if is_untold or report.ready_generation == generation else Status.MEMBER
     return Worker(
         report.id,
         status,
