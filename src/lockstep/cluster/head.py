@@ -21,12 +21,8 @@ import itertools
 import secrets
 import signal
 import time
-<<<<<<< HEAD
 from contextlib import suppress
-from dataclasses import dataclass, replace
-=======
 from dataclasses import dataclass, field, replace
->>>>>>> h/a
 
 import lockstep
 from lockstep.cluster import protocol
@@ -169,27 +165,9 @@ class Head:
         self._output.flush()
         self._machines.now = now
         self._listener.on_time(now)
-<<<<<<< HEAD
         if now >= self._watch_at or self._silent:  # there may be thousands of machines
             self._watch_at = now + min(0.1, self._settings.heartbeat_timeout_s / protocol.HEARTBEATS / 4)
             self._watch_machines(now)
-=======
-        own_now = self._loop.clock.now()
-        timeout_s = self._settings.heartbeat_timeout_s
-        for machine in [machine for machine in self._channels.values() if machine is not None]:
-            if now - machine.sent_at > timeout_s / protocol.HEARTBEATS:
-                machine.send({"type": "heartbeat"}, now)
-            if own_now - machine.heard_at > timeout_s:
-                machine.channel.close()
-                self._on_closed(machine.channel, f"machine {machine.name} has not answered for {timeout_s:g} s")
-        for candidate in list(self._candidates):
-            if now - candidate.since > _PROBE_TIMEOUT_S:
-                for pair in candidate.waits_for:
-                    why = f"machine {pair[0]} has not said within {_PROBE_TIMEOUT_S:g} s whether it reaches machine {pair[1]}"
-                    candidate.failures[pair] = why
-                candidate.waits_for.clear()
-            self._admit_if_reachable(candidate)
->>>>>>> h/a
         if self._phase is _Phase.RECOVERING:
             self._recover_if_possible(now)
         if self._phase is _Phase.GATHERING:
@@ -216,10 +194,11 @@ class Head:
             self._on_closed(machine.channel, f"machine {machine.name} has not answered for {timeout_s:g} s")
         for candidate in list(self._candidates.values()):
             if now - candidate.since > _PROBE_TIMEOUT_S:
-                for name in candidate.waits_for:
-                    candidate.failures.append(f"machine {name} has not said within {_PROBE_TIMEOUT_S:g} s what it can reach")
+                for pair in candidate.waits_for:
+                    why = f"machine {pair[0]} has not said within {_PROBE_TIMEOUT_S:g} s whether it reaches machine {pair[1]}"
+                    candidate.failures[pair] = why
                 candidate.waits_for.clear()
-                self._admit_if_reachable(candidate)
+            self._admit_if_reachable(candidate)
         if self._phase is not _Phase.RUNNING:
             self._let_go(now)
 
@@ -286,17 +265,10 @@ class Head:
 
     def _probe(self, machine: Machine, now: float) -> None:
         """Ask the machine whether it reaches some others, and these whether they reach it. Not within one address."""
-<<<<<<< HEAD
-        others = self._machines.newest(_MAX_PROBES, machine.given.address)
-        candidate = _Candidate(machine, {other.name for other in others} | ({machine.name} if others else set()), now, [])
-        self._candidates[machine.name] = candidate
-=======
-        known = [*self._machines, *(candidate.machine for candidate in self._candidates)]
+        known = [*self._machines.newest(_MAX_PROBES, machine.given.address), *(each.machine for each in self._candidates.values())]
         others = [other for other in known if other.given.address != machine.given.address][-_MAX_PROBES:]
         pairs = {pair for other in others for pair in ((machine.name, other.name), (other.name, machine.name))}
-        candidate = _Candidate(machine, pairs, now)
-        self._candidates.append(candidate)
->>>>>>> h/a
+        candidate = self._candidates[machine.name] = _Candidate(machine, pairs, now)
         for other in others:
             other.send({"type": "probe", "machines": {machine.name: _probe_address(machine)}}, now)
         if others:
@@ -304,37 +276,22 @@ class Head:
         self._admit_if_reachable(candidate)
 
     def _on_probed(self, machine: Machine, message: Message) -> None:
-<<<<<<< HEAD
-        unreachable = message["unreachable"]
-        own = self._candidates.get(machine.name)
-        found = [own] if own else [self._candidates.get(name) for name in (*unreachable, *message["reached"])]
-        for candidate in found:
-            if candidate is None:
-                continue
-            for name in unreachable if own else unreachable.keys() & {candidate.machine.name}:
-                candidate.failures.append(f"machine {machine.name} cannot reach machine {name}: {unreachable[name]}")
-            candidate.waits_for.discard(machine.name)
-=======
-        for candidate in list(self._candidates):
-            for name in (*message["reached"], *message["unreachable"]):
+        named = (*message["reached"], *message["unreachable"])
+        for candidate in [self._candidates[name] for name in (machine.name, *named) if name in self._candidates]:
+            for name in named:
                 pair = (machine.name, name)
                 if pair in candidate.waits_for:
                     candidate.waits_for.remove(pair)
                     if name in message["unreachable"]:
                         candidate.failures[pair] = f"machine {pair[0]} cannot reach machine {name}: {message['unreachable'][name]}"
->>>>>>> h/a
             self._admit_if_reachable(candidate)
 
     def _admit_if_reachable(self, candidate: _Candidate) -> None:
         if candidate.waits_for or self._candidates.get(candidate.machine.name) is not candidate:
             return
-<<<<<<< HEAD
-        del self._candidates[candidate.machine.name]
-=======
         if candidate.failures and time.monotonic() - candidate.since <= self._settings.heartbeat_timeout_s:
             return  # the other machine may be lost, which is known after this time
-        self._candidates.remove(candidate)
->>>>>>> h/a
+        del self._candidates[candidate.machine.name]
         if candidate.failures:
             why = "; ".join(candidate.failures.values())
             self._refuse(candidate.machine.channel, f"{why}. Let the machines reach each other, or name another --interface.")
@@ -424,17 +381,12 @@ class Head:
         machine = self._channels.pop(channel, None)
         if machine is None:
             return
-<<<<<<< HEAD
         candidate = self._candidates.get(machine.name)
         if candidate is not None and candidate.machine is machine:
             del self._candidates[machine.name]
+        for other in self._candidates.values():
+            other.forget(machine.name)
         if machine not in self._machines:
-=======
-        self._candidates = [each for each in self._candidates if each.machine is not machine]
-        for candidate in self._candidates:
-            candidate.forget(machine.name)
-        if machine not in list(self._machines):
->>>>>>> h/a
             return
         self._run_folder.record("machine lost", machine=machine.name, why=why)
         workers = self._machines.remove(machine)
