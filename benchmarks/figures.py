@@ -72,6 +72,7 @@ BUCKET_2, BUCKET_16, HOOKS = Result("allreduce-2-cores"), Result("allreduce-16-c
 RECOVERY_2, RECOVERY_16 = Result("recovery-2-cores"), Result("recovery-16-cores")
 COST, START = Result("cost-2-cores"), Result("start-8-workers")
 SAVE_2, SAVE_GPU, FAULTS = Result("checkpoint-2-cores"), Result("checkpoint-gpu"), Result("faults")
+MACHINES, LINK, AGENTS = Result("machines-recovery"), Result("machines-link"), Result("machines-agents")
 STALL = "training waits, s (quartiles)"
 
 
@@ -85,7 +86,7 @@ class Section:
 
 
 def sections() -> list[Section]:
-    return [step(), scaling(), exactness(), bucket(), hook(), recovery(), cost(), start(), checkpoints(), faults()]
+    return [step(), scaling(), exactness(), bucket(), hook(), recovery(), machines(), cost(), start(), checkpoints(), faults()]
 
 
 def step() -> Section:
@@ -162,6 +163,26 @@ workers; here its restarts failed again and again ("connection refused" from glo
     return Section("Recovery from a lost worker", text, (RECOVERY_2, RECOVERY_16))
 
 
+def machines() -> Section:
+    commit, joined, told = "next commit, median s", "all have joined", "all know of a death"
+    sent, time, link = "bytes x torch DDP", "time x torch DDP", ("1 Gbit/s", "Lockstep, two levels")
+    text = f"""
+Machines are network namespaces on one machine, connected by a bridge.
+
+**A lost machine,** 3 machines with 2 workers each. If all packets of and to a machine are lost, the others commit the next step
+after {MACHINES.cell(commit, "machine cut off silently")} s (goal 2.5: the heartbeat timeout of 2 s and 0.5 s). After the death of
+an agent they do so after {MACHINES.cell(commit, "agent killed")} s (goal 0.3).
+
+**Two levels,** 2 machines with 2 workers each: workers of one machine add up their gradients in shared memory, and the sums travel
+between the machines. At 1 Gbit/s the link carries {LINK.cell(sent, *link)} of the bytes of torch DDP over gloo (goal 0.7), and a
+step takes {LINK.cell(time, *link)} of its time (goal 0.75). The model has 25 M parameters and little to compute.
+
+**A thousand agents** join a head within {AGENTS.cell("median s", joined)} s (goal 2), and the death of one worker is known to all
+others after {AGENTS.cell("median s", told)} s (goal 0.2). Head and agents share the cores of one machine.
+"""
+    return Section("Several machines", text, (MACHINES, LINK, AGENTS))
+
+
 def cost() -> Section:
     text = """
 The same script under torchrun and under `lockstep run`, run after run. The goal is 1% of a step; the noise of this machine is
@@ -204,7 +225,9 @@ def faults() -> Section:
 of scaling, and of killing everything and starting again, against real runs: over shared memory, gloo and two levels, with
 checkpoints, loader processes, a GradScaler, several loops and code between them. Each run must end with the bits of an undisturbed
 run, with every sample committed once, the same logged values, the right exit code, and nothing left behind. `make test`
-plays 25 schedules, `make chaos` a thousand (hours on 2 cores). On {data["machine"]["date"]}, {schedules["run"]:,} schedules
+plays 25 schedules, `make chaos` a thousand (hours on 2 cores). `tests/machine_chaos.py` does the same to runs on three machines:
+machines that are cut off or stopped, agents and heads that are killed and started again; 10 schedules in `make test`, 200 in
+`make chaos`. On {data["machine"]["date"]}, {schedules["run"]:,} schedules
 (`{schedules["command"]}`, {schedules["machine"]["cores"]} cores) were run; no run ended with wrong bits, and {schedules["failed"]}
 failed for other reasons:
 
