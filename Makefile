@@ -53,7 +53,7 @@ $(INSTALLED): pyproject.toml constraints-dev.txt
 	$(PYTHON) -c 'import sys; sys.exit("Lockstep needs Python 3.11 or newer, this is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --disable-pip-version-check $$(grep '^torch==' constraints-dev.txt)
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints-dev.txt -e '.[dev,docs,frameworks]'
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints-dev.txt -e '.[dev,docs,frameworks,ray]'
 	touch $@
 
 clean:

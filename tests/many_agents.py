@@ -1,6 +1,7 @@
 """Many agents: connections to a head that register and answer as agents with one worker each do. No torch, no workers.
 
     with ManyAgents(address, token_file, 1000, processes=4) as agents:
+        agents.wait("ready", 30.0)          # the processes have started
         agents.connect()
         agents.wait("formed", 30.0)         # seconds from connect() to the last agent that was told of the first generation
         agents.lose_one()
@@ -123,6 +124,7 @@ def main(address: str, token_file: str, first: int, count: int) -> None:
             raise SystemExit
 
     selector.register(sys.stdin, selectors.EVENT_READ, command)
+    print(json.dumps(["ready", count, time.monotonic(), None]), flush=True)
     beat_at = 0.0
     while True:
         for key, _ in selector.select(0.1):

@@ -43,6 +43,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from lockstep import engines as engines
     from lockstep import integrations as integrations
     from lockstep.errors import CorruptionError, InvariantError, LockstepError, PeerError, UsageError, WorkerError
     from lockstep.launcher.function_launch import launch
@@ -54,8 +55,8 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    if name == "integrations":
-        return importlib.import_module("lockstep.integrations")
+    if name in ("engines", "integrations"):
+        return importlib.import_module(f"lockstep.{name}")
     module = _MODULES.get(name)
     if module is None:
         raise AttributeError(f"module 'lockstep' has no attribute {name!r}; it has {', '.join(__all__)}")

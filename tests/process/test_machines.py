@@ -115,6 +115,27 @@ def test_a_worker_dies_while_there_is_no_head(make: Callable[..., Cluster], expe
         assert cluster.result() == expected, cluster.dump()
 
 
+def test_head_and_agent_are_replaced_and_the_new_agent_finds_the_new_head_first(
+    make: Callable[..., Cluster], expected: str
+) -> None:
+    with make(hold_at=20) as cluster:
+        cluster.start()
+        cluster.wait_for_step(20)
+        cluster.kill_head()
+        cluster.kill_agent("c")
+        for host in "ab":
+            cluster.kill_agent(host, signal.SIGSTOP)
+        head = cluster.start_head("a", min_workers=6)
+        cluster.start_agent("c")
+        cluster.wait_until(lambda: head.events("registered"), "the new agent has registered")
+        for host in "ab":
+            cluster.kill_agent(host, signal.SIGCONT)
+        cluster.wait_for_text(head, "continuing a run")
+        cluster.wait_for_size(6)
+        cluster.hurry()
+        assert cluster.result() == expected, cluster.dump()
+
+
 def test_the_script_ends_while_there_is_no_head(make: Callable[..., Cluster], expected: str) -> None:
     with make(2, hold_at=20) as cluster:
         cluster.start()
@@ -147,6 +168,25 @@ def test_the_machine_of_the_head_is_cut_off_and_the_majority_goes_on_with_the_ne
         cluster.wait_for_size(6)
         cluster.hurry()
         assert cluster.result("b") == expected, cluster.dump()
+
+
+def test_a_new_head_meets_a_new_agent_before_those_of_the_run(make: Callable[..., Cluster], expected: str) -> None:
+    with make(3, hold_at=20, workers=1) as cluster:
+        cluster.start("--ledger")
+        cluster.wait_for_step(20)
+        cluster.kill_head()
+        cluster.kill_agent("c")
+        for host in "ab":
+            cluster.kill_agent(host, signal.SIGSTOP)
+        cluster.start_head("a", "--ledger")
+        cluster.start_agent("c")
+        cluster.wait_until(lambda: cluster.head["a"].events("registered"), "the new agent has registered")
+        for host in "ab":
+            cluster.kill_agent(host, signal.SIGCONT)
+        cluster.wait_for_text(cluster.head["a"], "continuing a run")
+        cluster.hurry()
+        assert cluster.result() == expected, cluster.dump()
+        cluster.require_ledger()
 
 
 def test_agents_that_first_meet_different_heads_begin_one_run(make: Callable[..., Cluster], expected: str) -> None:

@@ -24,6 +24,7 @@ def test_a_thousand_agents_join_and_are_told_of_one_death(tmp_path: Path) -> Non
     try:
         wait_until((run_dir / "head.address").exists, "the head listens", DEADLINE_S)
         with ManyAgents((run_dir / "head.address").read_text().strip(), token, AGENTS, processes=4) as agents:
+            agents.wait("ready", DEADLINE_S)
             agents.connect()
             joined_s = agents.wait("running", DEADLINE_S)
             formed_s = agents.wait("formed", DEADLINE_S)

@@ -10,6 +10,7 @@ import pytest
 from lockstep.__main__ import main
 from lockstep.engines.attached_agent import with_launch_address
 from lockstep.engines.hostlist import expand
+from lockstep.engines.ray_placement import bundle, needs_of_worker, workers_per_agent
 from lockstep.engines.route import listen_host, source_address, without_loopback
 from lockstep.engines.slurm import allocation, srun_command, workers_per_node
 from lockstep.engines.ssh import Host, agent_start, parse_hosts
@@ -114,6 +115,31 @@ def test_the_head_listens_where_it_is_reached() -> None:
 
 
 @pytest.mark.parametrize(
+    ("workers", "per_node", "gpus", "expected"),
+    [
+        (6, None, 0, [6]),  # as few nodes as possible
+        (12, None, 0, [6, 6]),  # and almost equally many workers on each
+        (19, None, 0, [8, 8, 3]),
+        (3, None, 1, [2, 1]),  # the third node has no GPU
+        (5, 2, 1, [2, 2, 1]),  # Ray may add nodes
+    ],
+)
+def test_ray_gets_an_agent_for_each_node(workers: int, per_node: int | None, gpus: int, expected: list[int]) -> None:
+    nodes = [{"CPU": 8.0, "GPU": 2.0}, {"CPU": 8.0, "GPU": 2.0}, {"CPU": 3.0, "memory": 1e9}]
+    assert workers_per_agent(workers, per_node, needs_of_worker(1, gpus), nodes) == expected
+
+
+def test_what_ray_cannot_place_is_refused() -> None:
+    with pytest.raises(UsageError, match="room for 3 workers with 2 CPU each, and -n is 4"):
+        workers_per_agent(4, None, needs_of_worker(2, 0), [{"CPU": 5.0}, {"CPU": 2.0}])
+    with pytest.raises(UsageError, match="a worker needs a CPU or a GPU"):
+        needs_of_worker(0, 0)
+    with pytest.raises(UsageError, match=r"3 workers of one node need 1.5 GPUs together"):
+        bundle(3, needs_of_worker(1, 0.5))
+    assert bundle(2, needs_of_worker(1, 0.5)) == {"CPU": 2.0, "GPU": 1.0}
+
+
+@pytest.mark.parametrize(
     ("options", "words"),
     [
         (["--hosts", "a", "--engine", "slurm"], "exclude each other"),
@@ -121,6 +147,11 @@ def test_the_head_listens_where_it_is_reached() -> None:
         (["--ssh", "ssh -v"], "there is no --hosts"),
         (["--python", "/x"], "--python is for several machines"),
         (["--hosts", "a:1,b", "--debug-rank", "0"], "--debug-rank gives a worker this terminal"),
+        (["--engine", "ray"], "--engine ray needs -n"),
+        (["--gpus-per-worker", "1"], "--gpus-per-worker is for --engine ray"),
+        (["--engine", "ray", "-n", "2", "--listen", "x"], "--listen does nothing with --engine ray"),
+        (["--engine", "ray", "-n", "2", "--runtime-env", "pip"], "--runtime-env is not JSON"),
+        (["--engine", "ray", "-n", "2", "--working-dir", "no-such-folder"], "there is no folder no-such-folder"),
         (["--hosts", "a", "--ssh", "no-such-ssh"], "there is no program no-such-ssh"),
         (["--hosts", "a", "--ssh", "ssh 'x"], "cannot be split into words"),
         (["--hosts", "localhost", "--ssh", "true", "no-such-script.py"], "there is no script no-such-script.py"),

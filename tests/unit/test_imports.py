@@ -29,7 +29,20 @@ LEVEL = {
     "__init__": 7,
 }
 
-PURE = {"__future__", "array", "collections", "dataclasses", "enum", "hashlib", "json", "math", "re", "typing", "lockstep"}
+PURE = {
+    "__future__",
+    "array",
+    "collections",
+    "dataclasses",
+    "enum",
+    "functools",
+    "hashlib",
+    "json",
+    "math",
+    "re",
+    "typing",
+    "lockstep",
+}
 
 
 def package_of(path: Path) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from lockstep.cluster.address import Address
 from lockstep.errors import UsageError
 from lockstep.launcher.arguments import seconds, whole_number
-from lockstep.launcher.command_line import add_script, check_module, count_gpus, read_entrypoint
+from lockstep.launcher.command_line import add_policy, add_script, check_module, count_gpus, read_entrypoint, read_policy
 from lockstep.world import gloo_interfaces
 
 
@@ -33,15 +33,7 @@ def _add_head(commands: Any) -> None:
     help = "a machine that is silent for this many seconds is lost (default: 2)"
     parser.add_argument("--heartbeat-timeout", type=seconds, default=2.0, metavar="S", help=help)
     parser.add_argument("--run-dir", metavar="DIR", help="folder for events (default: ./lockstep-runs/DATE-TIME-PID)")
-    parser.add_argument("--grace", type=seconds, default=10.0, metavar="S", help="seconds to stop after a signal (default: 10)")
-    help = "kill a worker for which other workers wait this many seconds (default: 30)"
-    parser.add_argument("--hang-timeout", type=seconds, default=30.0, metavar="S", help=help)
-    parser.add_argument("--no-respawn", action="store_true", help="do not replace workers that die")
-    help = "replace at most N workers in 5 minutes (default: 10)"
-    parser.add_argument("--max-respawns", type=whole_number(0), default=10, metavar="N", help=help)
-    help = "start all workers of a script without lockstep.Run again at most N times (default: 3)"
-    parser.add_argument("--max-restarts", type=whole_number(0), default=3, metavar="N", help=help)
-    parser.add_argument("--ledger", action="store_true", help="record which sample was committed in which step")
+    add_policy(parser)
     parser.add_argument("--cert", metavar="PEM", help="encrypt all connections with TLS, with this certificate")
     parser.add_argument("--key", metavar="PEM", help="the private key of --cert")
 
@@ -87,17 +79,10 @@ def head(given: argparse.Namespace) -> int:
     from lockstep.cluster.token import read_token
     from lockstep.launcher.run_folder import RunFolder
     from lockstep.launcher.supervisor import Settings
-    from lockstep.plan.membership_state import Policy
 
     if (given.cert is None) != (given.key is None):
         raise UsageError("--cert and --key belong together. Pass both, or neither.")
-    policy = Policy(
-        respawn=not given.no_respawn,
-        max_respawns=given.max_respawns,
-        hang_timeout_s=given.hang_timeout,
-        max_restarts=given.max_restarts,
-    )
-    run = Settings(0, given.grace, policy, given.ledger)
+    run = Settings(0, given.grace, read_policy(given), given.ledger)
     settings = HeadSettings(Address.parse(given.listen), run, given.min_workers, given.heartbeat_timeout)
     token = read_token(given.token_file, os.environ)
     tls = server_tls(given.cert, given.key) if given.cert is not None else None

@@ -3,7 +3,7 @@
 A head begins with nothing. It gathers the agents that register, and then either starts the run or, if the agents belong to a run
 whose head was lost, continues it:
 
-    gathering --agents with room for --min-workers--> running
+    gathering --agents with room for --min-workers, and no agent of a run has come for a second--> running
     gathering --an agent of a run registers--> recovering --all members, or those that came in time--> running
     running --too few members are left--> gathering (all connections are closed; the agents register again)
 
@@ -21,6 +21,7 @@ import itertools
 import secrets
 import signal
 import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import lockstep
@@ -34,6 +35,7 @@ from lockstep.cluster.tls import ServerTls
 from lockstep.launcher.console import Console
 from lockstep.launcher.event_loop import STOP_SIGNALS, EventLoop
 from lockstep.launcher.nonblocking_output import NonblockingOutput
+from lockstep.launcher.outcome import write_outcome
 from lockstep.launcher.run_folder import RunFolder
 from lockstep.launcher.supervisor import Settings, Supervisor
 from lockstep.plan import membership_events as events
@@ -50,6 +52,8 @@ _END_S = 5.0
 _SAY_EVERY_S = 30.0
 _MAX_NAMES = 16
 """In a message."""
+_EARLIER_RUN_S = 1.0
+"""How long a new head waits for agents of a run whose head was lost, before it starts another run: they connect in this time."""
 _KEEP_FIRST_S, _KEEP_OTHER_S = 5.0, 1.0
 """How long the first head of the agents' list, or another one, keeps agents after the last one has come, if it is not running."""
 
@@ -100,7 +104,9 @@ class Head:
         self._supervisor: Supervisor | None = None
         self._code: int | None = None
         self._registered_at = time.monotonic()
+        self._gathering_since = time.monotonic()
         self._watch_at = 0.0
+        self._silent: set[Machine] = set()
         callbacks = ChannelCallbacks(self._on_open, self._on_message, self._on_closed)
         self._listener = Listener(
             settings.listen,
@@ -130,8 +136,12 @@ class Head:
             try:
                 while self._code is None:
                     next_at = self._supervisor.next_at if self._supervisor is not None else float("inf")
+                    next_at = 0.0 if self._silent else next_at
                     self._loop.run_once(next_at)
                     self._on_time(time.monotonic())
+                if self._supervisor is not None:
+                    with suppress(OSError):  # its disk may be full
+                        write_outcome(self._run_folder.path, self._code, self._supervisor.finished, self._supervisor.cause)
                 self._tell_end(self._code)
                 return self._code
             finally:
@@ -150,11 +160,13 @@ class Head:
         self._output.flush()
         self._machines.now = now
         self._listener.on_time(now)
-        if now >= self._watch_at:  # there may be thousands of machines
+        if now >= self._watch_at or self._silent:  # there may be thousands of machines
             self._watch_at = now + min(0.1, self._settings.heartbeat_timeout_s / protocol.HEARTBEATS / 4)
             self._watch_machines(now)
         if self._phase is _Phase.RECOVERING:
             self._recover_if_possible(now)
+        if self._phase is _Phase.GATHERING:
+            self._start_if_possible(now)
         if self._phase is not _Phase.RUNNING and now >= self._say_at:
             self._say_at = now + _SAY_EVERY_S
             self._say_what_is_missing()
@@ -164,14 +176,17 @@ class Head:
                 self._code = self._supervisor.end()
 
     def _watch_machines(self, now: float) -> None:
+        """A machine is lost if it is silent for the timeout, and still when all that has arrived meanwhile was read."""
         own_now = self._loop.clock.now()
         timeout_s = self._settings.heartbeat_timeout_s
         for machine in [machine for machine in self._channels.values() if machine is not None]:
             if now - machine.sent_at > timeout_s / protocol.HEARTBEATS:
                 machine.send({"type": "heartbeat"}, now)
-            if own_now - machine.heard_at > timeout_s:
-                machine.channel.close()
-                self._on_closed(machine.channel, f"machine {machine.name} has not answered for {timeout_s:g} s")
+        silent = {machine for machine in self._channels.values() if machine and own_now - machine.heard_at > timeout_s}
+        lost, self._silent = silent & self._silent, silent - self._silent
+        for machine in lost:
+            machine.channel.close()
+            self._on_closed(machine.channel, f"machine {machine.name} has not answered for {timeout_s:g} s")
         for candidate in list(self._candidates.values()):
             if now - candidate.since > _PROBE_TIMEOUT_S:
                 for name in candidate.waits_for:
@@ -290,11 +305,16 @@ class Head:
             self._phase = _Phase.RECOVERING
             self._recovering_since = self._recovering_since or time.monotonic()
             return
-        is_first_head = machine.given.head_index == 0
-        if self._phase is _Phase.GATHERING and self._machines.room >= self._settings.min_workers and is_first_head:
-            self._start()
 
     # -- the run -----------------------------------------------------------------------------------------
+
+    def _start_if_possible(self, now: float) -> None:
+        """Start a run, unless agents of an earlier one may come back to this head, or have it with another head."""
+        if not len(self._machines) or self._machines.room < self._settings.min_workers or (self._run_id and not self._is_only_head):
+            return
+        is_first_head = all(machine.given.head_index == 0 for machine in self._machines)
+        if is_first_head and now - self._gathering_since >= (_REJOIN_S if self._run_id else _EARLIER_RUN_S):
+            self._start()
 
     def _start(self) -> None:
         self._phase = _Phase.RUNNING
@@ -401,6 +421,7 @@ class Head:
     def _gather_again(self) -> None:
         """Close all connections. The agents register again, here or with another head."""
         self._phase, self._recovering_since = _Phase.GATHERING, None
+        self._gathering_since = time.monotonic()
         self._machines = RemoteMachines()
         for channel in list(self._channels):
             channel.close()

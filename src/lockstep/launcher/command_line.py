@@ -8,6 +8,7 @@ import importlib.util
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from lockstep.launcher import packets
 from lockstep.launcher.arguments import did_you_mean, seconds, whole_number, write
 from lockstep.launcher.run_folder import RunFolder, connect
 from lockstep.launcher.worker import Entrypoint
+from lockstep.plan.membership_state import Policy
 
 _SCALE_TIMEOUT_S = 10.0
 _DEBUG_HANG_TIMEOUT_S = 7 * 86400.0
@@ -35,6 +37,18 @@ def add_parsers(commands: Any) -> None:
     parser.add_argument("-n", type=whole_number(1), metavar="N", help="how many workers (default: one per GPU; without GPUs, one)")
     parser.add_argument("--preload", metavar="MOD,...", help="modules to import once, before the workers are forked")
     parser.add_argument("--run-dir", metavar="DIR", help="folder for logs and events (default: ./lockstep-runs/DATE-TIME-PID)")
+    add_policy(parser)
+    help = "give worker K this terminal, for breakpoint() and pdb; no worker is taken for hung"
+    parser.add_argument("--debug-rank", type=whole_number(0), metavar="K", help=help)
+    add_script(parser)
+    parser = commands.add_parser("scale", help="change the number of workers of a running run", allow_abbrev=False)
+    parser.set_defaults(execute=scale)
+    parser.add_argument("run_dir", metavar="RUN_DIR", help="the folder of the run")
+    parser.add_argument("size", type=whole_number(1), metavar="N", help="how many workers it should have")
+
+
+def add_policy(parser: argparse.ArgumentParser) -> None:
+    """Add the options that ``read_policy`` reads, ``--grace`` and ``--ledger``."""
     parser.add_argument(
         "--grace", type=seconds, default=10.0, metavar="S", help="seconds to stop after Ctrl-C or SIGTERM (default: 10)"
     )
@@ -45,14 +59,16 @@ def add_parsers(commands: Any) -> None:
     parser.add_argument("--max-respawns", type=whole_number(0), default=10, metavar="N", help=help)
     help = "start all workers of a script without lockstep.Run again at most N times (default: 3)"
     parser.add_argument("--max-restarts", type=whole_number(0), default=3, metavar="N", help=help)
-    help = "give worker K this terminal, for breakpoint() and pdb; no worker is taken for hung"
-    parser.add_argument("--debug-rank", type=whole_number(0), metavar="K", help=help)
     parser.add_argument("--ledger", action="store_true", help="record which sample was committed in which step")
-    add_script(parser)
-    parser = commands.add_parser("scale", help="change the number of workers of a running run", allow_abbrev=False)
-    parser.set_defaults(execute=scale)
-    parser.add_argument("run_dir", metavar="RUN_DIR", help="the folder of the run")
-    parser.add_argument("size", type=whole_number(1), metavar="N", help="how many workers it should have")
+
+
+def read_policy(given: argparse.Namespace) -> Policy:
+    return Policy(
+        respawn=not given.no_respawn,
+        max_respawns=given.max_respawns,
+        hang_timeout_s=given.hang_timeout,
+        max_restarts=given.max_restarts,
+    )
 
 
 def add_script(parser: argparse.ArgumentParser) -> None:
@@ -66,7 +82,6 @@ def run(given: argparse.Namespace) -> int:
     from lockstep.launcher.local_run import LocalRun
     from lockstep.launcher.supervisor import Settings
     from lockstep.launcher.zygote_start import InterpreterStart
-    from lockstep.plan.membership_state import Policy
 
     entrypoint = read_entrypoint(given)
     preload = [name for name in (given.preload or "").split(",") if name]
@@ -76,12 +91,9 @@ def run(given: argparse.Namespace) -> int:
     if given.debug_rank is not None and given.debug_rank >= size:
         workers = f"{size} workers have the ranks 0 to {size - 1}" if size > 1 else "1 worker has rank 0"
         raise UsageError(f"--debug-rank {given.debug_rank}: {workers}. Name one of these ranks, or start more workers with -n.")
-    policy = Policy(
-        respawn=not given.no_respawn,
-        max_respawns=given.max_respawns,
-        hang_timeout_s=given.hang_timeout if given.debug_rank is None else _DEBUG_HANG_TIMEOUT_S,
-        max_restarts=given.max_restarts,
-    )
+    policy = read_policy(given)
+    if given.debug_rank is not None:
+        policy = replace(policy, hang_timeout_s=_DEBUG_HANG_TIMEOUT_S)
     settings = Settings(size, given.grace, policy, given.ledger, given.debug_rank)
     return LocalRun(settings, InterpreterStart(entrypoint, preload), RunFolder.create(given.run_dir, time.time())).run()
 

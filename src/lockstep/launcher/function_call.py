@@ -22,14 +22,14 @@ from lockstep.errors import UsageError
 _RESULT = "result.pickle"
 
 
-def call_and_save(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    """Call the function and write what it returns. Raises UsageError if that cannot be pickled."""
+def call_and_save(fn: Callable[..., Any], args: tuple[Any, ...], dumps: Callable[[Any], bytes] = pickle.dumps) -> None:
+    """Call the function and write what it returns, pickled by ``dumps``. Raises UsageError if that cannot be pickled."""
     result = fn(*args)
     try:
-        data = pickle.dumps(result)
+        data = dumps(result)
     except Exception as error:
         raise UsageError(
-            f"the function returned a {type(result).__name__}, which cannot be sent to the process that called lockstep.launch "
+            f"the function returned a {type(result).__name__}, which cannot be sent to the process that launched it "
             f"({type(error).__name__}: {error}). Return numbers, texts, tensors, or lists and dicts of them."
         ) from error
     (Path(os.environ["LOCKSTEP_RUN_DIR"]) / "workers" / os.environ["LOCKSTEP_WORKER"] / _RESULT).write_bytes(data)

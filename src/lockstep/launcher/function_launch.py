@@ -13,7 +13,6 @@ from __future__ import annotations
 import codecs
 import functools
 import importlib
-import json
 import math
 import os
 import selectors
@@ -30,6 +29,7 @@ from lockstep.errors import UsageError, WorkerError
 from lockstep.launcher import linux, zygote
 from lockstep.launcher.function_call import call_and_save, forget_parent, load_result, save_function
 from lockstep.launcher.local_run import LocalRun
+from lockstep.launcher.outcome import failure_text, read_outcome, workers_by_rank, write_outcome
 from lockstep.launcher.run_folder import RunFolder
 from lockstep.launcher.supervisor import Settings
 from lockstep.launcher.worker import Entrypoint
@@ -104,9 +104,8 @@ def launch(
     if outcome is None:
         raise WorkerError(f"the process that supervises the workers was killed. The files of the run are in {run_folder.path}.")
     if outcome["code"] != 0:
-        raise WorkerError(_failure_text(outcome, run_folder.path))
-    workers = [worker for _, worker in sorted((int(rank), worker) for rank, worker in outcome["finished"].items())]
-    return [load_result(run_folder.worker(worker)) for worker in workers]
+        raise WorkerError(failure_text(outcome, f"The files of the run are in {run_folder.path}."))
+    return [load_result(run_folder.worker(worker)) for worker in workers_by_rank(outcome)]
 
 
 def _check(fn: Any, n: Any, start_method: str, hang_timeout: Any, *limits: Any) -> None:
@@ -152,7 +151,7 @@ class _AgentProcess:
 
     def __init__(self, settings: Settings, start: ZygoteStart, run_folder: RunFolder) -> None:
         self._ends = {name: os.pipe() for name in ("stdout", "stderr")}
-        self._outcome = run_folder.path / "outcome.json"
+        self._run_dir = run_folder.path
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         caller = os.getpid()
@@ -192,7 +191,7 @@ class _AgentProcess:
             os.close(ours)
         if interrupt is not None:
             raise interrupt
-        return json.loads(self._outcome.read_text()) if self._outcome.exists() else None
+        return read_outcome(self._run_dir)
 
     def _become_agent(self, settings: Settings, start: ZygoteStart, run_folder: RunFolder, caller: int) -> NoReturn:
         code = 1
@@ -208,18 +207,8 @@ class _AgentProcess:
                 os.close(source)
             run = LocalRun(settings, start, run_folder)
             code = run.run()
-            cause = run.cause
-            facts = {"name": cause.name, "error": cause.error, "traceback": cause.traceback} if cause is not None else None
-            self._outcome.write_text(json.dumps({"code": code, "finished": run.finished, "cause": facts}))
+            write_outcome(run_folder.path, code, run.finished, run.cause)
         except BaseException:  # noqa: BLE001 - this process must not continue as the caller
             sys.__excepthook__(*sys.exc_info())  # type: ignore[arg-type]
         finally:
             os._exit(code)
-
-
-def _failure_text(outcome: dict[str, Any], path: Path) -> str:
-    cause, where = outcome["cause"], f"The files of the run are in {path}."
-    if cause is None:
-        return f"the run ended with code {outcome['code']}. {where}"
-    trace = f"\n\n{cause['traceback'].rstrip()}" if cause["traceback"] else ""
-    return f"{cause['name']} failed: {cause['error']}. {where}{trace}"
