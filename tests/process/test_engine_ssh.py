@@ -22,20 +22,18 @@ TOKEN = re.compile(rb"(?<![0-9a-f])[0-9a-f]{64}(?![0-9a-f])")
 
 @pytest.fixture
 def three(hosts: Callable[[int], Hosts]) -> Hosts:
-    """Hosts a, b and c, of which b and c have an sshd."""
     if reason := missing_sshd():
         pytest.skip(reason)
-    made = hosts(3)
-    for host in "bc":
-        made.sshd(host)
-    return made
+    return hosts(3)
 
 
 class SshRun(EngineJob):
-    """`lockstep run --hosts MACHINES`, typed on host a."""
+    """`lockstep run --hosts MACHINES`, typed on host a. Hosts b and c have an sshd, with the variables of the script."""
 
     def __init__(self, hosts: Hosts, folder: Path, machines: str, *options: str, **settings: Any) -> None:
         super().__init__(folder, self.stderr, lambda: self.process.poll() is not None)
+        for host in "bc":
+            hosts.sshd(host, self.environment(settings))
         ssh = ["--ssh", f"ssh -F {hosts.ssh_config}"]
         command = [sys.executable, "-m", "lockstep", "run", "--hosts", machines, "--run-dir", "run", *ssh, *options, str(SCRIPT)]
         with (folder / "stdout.txt").open("wb") as out, (folder / "stderr.txt").open("wb") as err:
@@ -48,6 +46,18 @@ class SshRun(EngineJob):
 def nothing_is_left(hosts: Hosts, names: str) -> None:
     for host in names:
         wait_until(lambda host=host: not hosts.pids_of(host, "-m lockstep"), f"nothing is left on {host}", 20)
+
+
+def test_all_agents_are_lost_at_once_and_the_run_resumes_from_its_checkpoint(three: Hosts, tmp_path: Path, expected: str) -> None:
+    run = SshRun(three, tmp_path, "b:1,c:1", hold_at=10, checkpoint=tmp_path / "checkpoints")
+    run.wait_for_step(10)
+    for host in "bc":
+        (ssh,) = three.pids_of("a", f" -- {host} cd ")
+        os.kill(ssh, signal.SIGKILL)
+    run.hurry()
+    run.wait_for_text("lockstep: resumed at step 7 from ")
+    assert run.process.wait(DEADLINE_S) == 0, run.output()
+    assert run.results() == {expected}, run.output()
 
 
 def test_the_bits_of_one_process_through_a_killed_ssh_and_a_killed_head(three: Hosts, tmp_path: Path, expected: str) -> None:
@@ -94,13 +104,12 @@ def test_everything_ends_when_the_command_ends_and_the_token_is_in_no_command_li
 def test_a_host_that_cannot_take_part_is_named_with_what_ssh_says(
     three: Hosts, tmp_path: Path, machines: str, fault: str, words: list[str]
 ) -> None:
-    without_key, isolated = tmp_path / "ssh_config", tmp_path / "python"
-    without_key.write_text(re.sub("IdentityFile .*", "IdentityFile /dev/null", three.ssh_config.read_text()))
+    isolated = tmp_path / "python"
     isolated.write_text('#!/bin/sh\nexec /usr/bin/env -u PYTHONPATH python3 -I -S "$@"\n')
     isolated.chmod(0o755)
     options = {
         "": [],
-        "no key": ["--ssh", f"ssh -F {without_key}"],
+        "no key": ["--ssh", f"ssh -F {three.ssh_config} -o PubkeyAuthentication=no"],
         "no python": ["--python", "/no/python"],
         "no lockstep": ["--python", str(isolated)],
     }

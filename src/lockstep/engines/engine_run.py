@@ -34,12 +34,13 @@ class AgentStart:
     """How agents are started by one child process.
 
     ``name``: for messages: the host. ``explain(last_line, code)`` returns the sentence for a child that ended before an agent had
-    started.
+    started. ``outlives``: whether agents continue if the child is killed: the tasks of an srun do.
     """
 
     name: str
     command: tuple[str, ...]
     explain: Callable[[str, int], str]
+    outlives: bool = False
 
 
 @dataclass
@@ -48,9 +49,10 @@ class _Agents:
 
     start: AgentStart
     child: Child | None = None
+    starts: int = 0
     has_started: bool = False
     is_up: bool = False
-    """Whether ``child`` has started an agent."""
+    """Whether ``child`` has started an agent that may still run."""
     start_at: float = -math.inf
     delay_s: float = _FIRST_DELAY_S
 
@@ -126,12 +128,16 @@ class EngineRun:
         if code is None:
             return
         self._drain(agents.child)
+        was_killed = agents.child.was_killed()
         last_line = agents.child.last_lines[-1] if agents.child.last_lines else f"exit code {code}"
         self._forget(agents)
         if not agents.has_started and self._signal is None:
             raise UsageError(agents.start.explain(last_line, code))
-        if code == 2 and self._signal is None:
+        if code == 2 and agents.starts == 1 and self._signal is None:
             raise UsageError(f"the agent on {agents.start.name} could not work: {last_line.removeprefix('lockstep: ')}")
+        if was_killed and agents.start.outlives:
+            agents.is_up = True
+            return
         # 0: the run is over, or somebody on that machine has asked the agent to leave.
         agents.start_at = math.inf if code == 0 else now + agents.delay_s
         agents.delay_s = min(2 * agents.delay_s, _MAX_DELAY_S)
@@ -144,7 +150,7 @@ class EngineRun:
             self._on_line(agents, number, line)
 
         child = Child(agents.start.command, self._token, keep_stdin=True, on_line=on_line)
-        agents.child, agents.start_at = child, math.inf
+        agents.child, agents.start_at, agents.starts = child, math.inf, agents.starts + 1
         for number, stream in child.outputs.items():
             self._loop.selector.register(stream, selectors.EVENT_READ, lambda n=number, s=stream: self._read(child, n, s))
 

@@ -45,7 +45,7 @@ def run(given: argparse.Namespace) -> int:
         heads = ",".join(str(Address(address, port)) for address in reached_at or ["127.0.0.1"])
         agent = [given.python or sys.executable, "-m", "lockstep.engines.attached_agent", heads]
         agent += agent_words(given, per_node, folder / "machines" / "{node}")
-        return [AgentStart("Slurm", tuple(srun_command(len(nodes), agent)), _explain)]
+        return [AgentStart("Slurm", tuple(srun_command(len(nodes), agent)), _explain, outlives=True)]
 
     code = EngineRun(head, token, agents).run()
     if code == 0 and was_stopped(folder):
