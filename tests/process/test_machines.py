@@ -149,6 +149,32 @@ def test_the_script_ends_while_there_is_no_head(make: Callable[..., Cluster], ex
             assert cluster.wait(agent) == 0, cluster.dump()
 
 
+def test_the_script_ends_while_the_head_hangs_and_another_head_learns_of_it(make: Callable[..., Cluster], expected: str) -> None:
+    with make(2, hold_at=50, workers=1) as cluster:
+        cluster.start()
+        cluster.wait_for_step(50)
+        cluster.hurry()
+        cluster.wait_for_step(57)
+        os.kill(cluster.head["a"].process.pid, signal.SIGSTOP)
+        exited = [cluster.agent[host].events for host in "ab"]
+        cluster.wait_until(lambda: all(events("exited") for events in exited), "the workers have ended")
+        cluster.kill_head()
+        cluster.start_head("a", min_workers=2)
+        assert cluster.result() == expected, cluster.dump()
+        for agent in cluster.agent.values():
+            assert cluster.wait(agent) == 0, cluster.dump()
+
+
+def test_all_machines_leave_at_once_and_the_run_is_saved(make: Callable[..., Cluster], tmp_path: Path) -> None:
+    with make(3, hold_at=20, heads="ab", workers=1, checkpoint=tmp_path / "checkpoints") as cluster:
+        cluster.start()
+        cluster.wait_for_step(20)
+        for host in "abc":
+            cluster.kill_agent(host, signal.SIGTERM)
+        assert cluster.wait(cluster.head["a"]) == 0, cluster.dump()
+        assert "The same command resumes from it" in cluster.head["a"].stderr(), cluster.dump()
+
+
 def test_the_machine_of_the_head_is_cut_off_and_the_majority_goes_on_with_the_next_head(
     make: Callable[..., Cluster], expected: str
 ) -> None:
@@ -259,6 +285,39 @@ def test_scripts_without_run_find_each_other_and_are_started_again(
         assert result.startswith("twolevel 4 "), cluster.dump()
         assert "All workers are stopped and start again (restart 1 of 3)" in cluster.head["a"].stderr(), cluster.dump()
         assert len(cluster.notes("done")) == 4
+
+
+CONNECTED = """
+import os, time, torch
+import torch.distributed as dist
+from pathlib import Path
+dist.init_process_group("gloo")
+Path(f"pid-{os.environ['LOCKSTEP_WORKER']}").write_text(f"{os.getpid()}\\n")
+while not Path("hurry").exists():
+    time.sleep(0.02)
+total = torch.ones(1)
+dist.all_reduce(total)
+Path(f"done-{dist.get_rank()}").write_text(f"{int(total)}\\n")
+"""
+
+
+def test_a_script_without_run_outlives_the_head_and_starts_again_with_the_machines_that_are_left(
+    make: Callable[..., Cluster], tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(CONNECTED)
+    with make(2, script=script, workers=1) as cluster:
+        cluster.start()
+        cluster.wait_until(lambda: len(cluster.workers()) == 2, "the workers are connected")
+        before = cluster.workers()
+        cluster.kill_head()
+        head = cluster.start_head("a", min_workers=2)
+        cluster.wait_for_text(head, "continuing a run with 2 workers on 2 machines")
+        assert cluster.workers() == before
+        cluster.kill_agent("b")
+        cluster.wait_for_text(head, "All workers are stopped and start again (restart 1 of 3)")
+        cluster.hurry()
+        assert cluster.result() == "1", cluster.dump()
 
 
 def test_machines_that_do_not_share_the_checkpoint_folder_are_named(make: Callable[..., Cluster], tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from lockstep.cluster.channel import Channel, ChannelCallbacks
 from lockstep.cluster.listener import Listener
 from lockstep.cluster.machines import Machine, RemoteMachines
 from lockstep.cluster.messages import Message
+from lockstep.cluster.protocol import Registration
 from lockstep.cluster.tls import ServerTls
 from lockstep.launcher.console import Console
 from lockstep.launcher.event_loop import STOP_SIGNALS, EventLoop
@@ -230,6 +231,12 @@ class Head:
                 "Install the same version on all machines.",
             )
             return
+        known = [each for each in self._channels.values() if each is not None] if given.run_id else []
+        for old in [each for each in known if _is_same_agent(each.given, given)]:
+            old.channel.close()
+            self._on_closed(old.channel, "its agent has connected again")
+        if channel.is_closed:
+            return  # too few members are left, and all agents register again
         if self._has_name(given.machine):
             number = next(n for n in itertools.count(2) if not self._has_name(f"{given.machine}-{n}"))
             given = replace(given, machine=f"{given.machine}-{number}")
@@ -395,7 +402,8 @@ class Head:
         assert self._supervisor is not None
         state = self._supervisor.state
         left = [id for id in state.members if id not in workers]
-        if state.generation >= 0 and not state.ended and not self._may_continue(state.formed, left) and not self._is_ending:
+        has_lost = len(left) < len(state.members)  # a machine whose workers have ended takes no member with it
+        if has_lost and not state.ended and not self._is_ending and not self._may_continue(state.formed, left):
             self._lose_run(f"machine {machine.name} is lost ({why})")
             return
         room = 0 if machine.is_leaving else machine.given.room
@@ -505,12 +513,24 @@ class Head:
             self._code = 128 + number
 
     def _tell_end(self, code: int) -> None:
-        """Tell all agents that the run is over, and wait until they have closed their connections."""
-        for machine in [machine for machine in self._channels.values() if machine is not None]:
+        """Tell all agents that the run is over, and wait until they have closed their connections.
+
+        If this head does not decide for a run, agents that belong to one are let go: another head may continue it.
+        """
+        for channel, machine in list(self._channels.items()):
+            if machine is None or (machine.given.run_id and self._supervisor is None):
+                channel.close()
+                del self._channels[channel]
+                continue
             machine.send({"type": "end", "code": code, "why": "the run is over"}, time.monotonic())
         deadline = time.monotonic() + _END_S
         while self._channels and time.monotonic() < deadline:
             self._loop.run_once(deadline)
+
+
+def _is_same_agent(one: Registration, other: Registration) -> bool:
+    """Only one process listens on a port."""
+    return (one.address, one.probe_port) == (other.address, other.probe_port)
 
 
 def _probe_address(machine: Machine) -> str:

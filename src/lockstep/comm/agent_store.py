@@ -48,6 +48,7 @@ class AgentStore(AbortableStore):
         self._requests: dict[int, _Request] = {}
         self._lock = threading.Lock()
         self._aborted: str | None = None
+        self._callbacks: list[Callable[[], None]] = []
 
     # -- called by the thread that reads the agent's packets --------------------------------------
 
@@ -64,9 +65,19 @@ class AgentStore(AbortableStore):
         with self._lock:
             self._aborted = self._aborted or why
             requests, self._requests = list(self._requests.values()), {}
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
         for request in requests:
             request.error = why
             request.answered.set()
+
+    def on_abort(self, callback: Callable[[], None]) -> None:
+        with self._lock:
+            if self._aborted is None:
+                self._callbacks.append(callback)
+                return
+        callback()
 
     # -- what torch calls -------------------------------------------------------------------------
 

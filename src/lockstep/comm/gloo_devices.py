@@ -12,15 +12,18 @@ import os
 import socket
 import struct
 import sys
+import threading
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
 from lockstep.comm.connections import Connections, new_listeners
+from lockstep.comm.store import StoreWaitError, abortable_store
 from lockstep.world import gloo_address, gloo_interfaces, machine_name
 
 _BACKEND_TIMEOUT = timedelta(days=7)  # our own waits time out first, and name the rank
+_BUILD_TIMEOUT = timedelta(seconds=60)
 _SO_ATTACH_FILTER = 26  # of Linux; Python has no name for it
 _DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)  # the classic BPF program "accept 0 bytes of every packet"
 
@@ -35,11 +38,43 @@ def build_gloo(store: dist.Store, rank: int, size: int, connections: Connections
             options._devices = _devices(is_local)
         options._threads = 2 * len(options._devices)
         try:
-            return dist.ProcessGroupGloo(store, rank, size, options)
+            return _construct(store, rank, size, options)
         finally:
             for listener in listeners:
                 _refuse_connections(listener)
                 listener.close()
+
+
+def _construct(store: dist.Store, rank: int, size: int, options: Any) -> Any:
+    """Construct a group. If the store can be aborted, so can this.
+
+    A member that is lost after it has published its address lets the others wait for its connection, and nothing ends that wait but
+    gloo's own timeout. So a thread of its own waits, for ``_BUILD_TIMEOUT`` at most; if the store is aborted, it is left alone.
+    """
+    abortable = abortable_store(store)
+    if abortable is None:
+        return dist.ProcessGroupGloo(store, rank, size, options)
+    options._timeout = _BUILD_TIMEOUT
+    built: list[Any] = []
+    failed: list[RuntimeError] = []
+    ended = threading.Event()
+
+    def build() -> None:
+        try:
+            built.append(dist.ProcessGroupGloo(store, rank, size, options))
+        except RuntimeError as error:
+            failed.append(error)
+        ended.set()
+
+    abortable.on_abort(ended.set)
+    threading.Thread(target=build, name="lockstep-gloo-build", daemon=True).start()
+    ended.wait()
+    if failed:
+        raise failed[0]
+    if not built:
+        raise StoreWaitError("the generation was aborted while its members connected")
+    built[0]._set_default_timeout(_BACKEND_TIMEOUT)
+    return built[0]
 
 
 def destroy_gloo(connections: Connections, groups: list[Any]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import stat
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from urllib.parse import urlparse
 
@@ -80,7 +81,7 @@ def await_ranks(store: dist.Store, rank: int, size: int, timeout_s: float) -> No
     missing = [r for r in range(size) if r != rank]
     if not missing:
         return
-    missing = (_wait_for if isinstance(_without_prefix(store), AbortableStore) else _poll_for)(store, missing, timeout_s)
+    missing = (_wait_for if abortable_store(store) is not None else _poll_for)(store, missing, timeout_s)
     if missing:
         raise PeerError(
             f"{name_ranks(missing)} of {size} never arrived (rank {rank} waited {timeout_s:g} s). "
@@ -117,10 +118,11 @@ def _is_utf8(path: str) -> bool:
     return True
 
 
-def _without_prefix(store: dist.Store) -> dist.Store:
+def abortable_store(store: dist.Store) -> AbortableStore | None:
+    """The store below all prefixes, if it can be aborted."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
-    return store
+    return store if isinstance(store, AbortableStore) else None
 
 
 def _make_private(folder: str) -> None:
@@ -152,3 +154,7 @@ class AbortableStore(dist.Store):
 
     The base class of comm/agent_store.py. torch's own stores poll, log every timeout, or cannot be interrupted.
     """
+
+    def on_abort(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` when the store is aborted, in any thread; at once if it has been."""
+        raise NotImplementedError
