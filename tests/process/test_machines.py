@@ -219,7 +219,7 @@ def test_agents_that_first_meet_different_heads_begin_one_run(make: Callable[...
     with make(2, heads="ab", workers=1) as cluster:
         cluster.start_head("b", min_workers=2)
         cluster.start_agent("b")
-        cluster.wait_until(lambda: cluster.head["b"].events("registered"), "the agent of b has found the second head only")
+        cluster.wait_until(lambda: cluster.head["b"].events("let go"), "the agent of b has found the second head only")
         cluster.start_head("a", min_workers=2)
         cluster.start_agent("a")
         assert cluster.result() == expected, cluster.dump()

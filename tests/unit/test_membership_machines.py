@@ -10,14 +10,25 @@ import pytest
 from lockstep.cluster.run_memory import RunMemory
 from lockstep.launcher.environment import RunSettings
 from lockstep.plan.membership import decide
-from lockstep.plan.membership_events import Abort, Died, Form, JoinRequested, MachineJoined, MachineLost, Ready, Spawn, StopAll
+from lockstep.plan.membership_events import (
+    Abort,
+    Died,
+    Form,
+    JoinRequested,
+    MachineJoined,
+    MachineLost,
+    Ready,
+    ScaleRequested,
+    Spawn,
+    StopAll,
+)
 from lockstep.plan.membership_recovery import MachineReport, WorkerReport, has_majority, is_complete, missing_members, recover
 from lockstep.plan.membership_state import Policy, Status
 from tests.unit.test_membership import connected, newcomer, play, reports, running
 
 
 def test_a_machine_that_is_lost_takes_its_workers_with_it_and_they_are_not_replaced() -> None:
-    state, actions = play(running(6), MachineLost((4, 5), 2, "machine c is lost"))
+    state, actions = play(replace(running(6), room=6), MachineLost((4, 5), 2, "machine c is lost"))
     assert actions == [Abort((0, 1, 2, 3, 5), 0, "worker 4 died (machine c is lost)")]
     state, actions = play(state, *(Ready(id, 0, 3) for id in range(4)))
     assert actions == [Form(1, (0, 1, 2, 3))]
@@ -25,16 +36,16 @@ def test_a_machine_that_is_lost_takes_its_workers_with_it_and_they_are_not_repla
 
 
 def test_a_machine_that_comes_starts_workers_which_join_at_a_boundary() -> None:
-    state, actions = play(running(2), MachineJoined("b", 2))
+    state, actions = play(replace(running(2), room=2), MachineJoined("b", 2))
     assert actions == [Spawn((2, 3))]
-    assert reports(running(2), MachineJoined("b", 2)) == ["machine b has joined with 2 workers"]
+    assert reports(replace(running(2), room=2), MachineJoined("b", 2)) == ["machine b has joined with 2 workers"]
     state, actions = play(state, JoinRequested(2), newcomer(2))
     assert state.size == 4
     assert Form(1, (0, 1, 2)) in play(state, Ready(0, 0, 1), Ready(1, 0, 1))[1]
 
 
 def test_a_worker_of_a_lost_machine_that_was_about_to_be_replaced_is_not_started() -> None:
-    state, actions = play(running(4), Died(3, "SIGKILL"))
+    state, actions = play(replace(running(4), room=4), Died(3, "SIGKILL"))
     assert Spawn((4,)) in actions
     state, _ = play(state, MachineLost((2,), 2, "machine b is lost"))
     state, actions = play(state, Died(4, "there was no room for it"))
@@ -42,8 +53,20 @@ def test_a_worker_of_a_lost_machine_that_was_about_to_be_replaced_is_not_started
     assert Form(1, (0, 1)) in play(state, Ready(0, 0, 1), Ready(1, 0, 1))[1]
 
 
+def test_a_run_that_was_scaled_down_keeps_its_size_when_machines_come_and_go() -> None:
+    state = replace(running(4), room=4)
+    state, _ = play(state, ScaleRequested(2))
+    state, _ = play(
+        state, Ready(0, 0, 1), Ready(1, 0, 1), Ready(2, 0, 1), Ready(3, 0, 1), Died(2, "exit code 0"), Died(3, "exit code 0")
+    )
+    state, _ = play(state, MachineLost((), 2, "machine b is lost"))
+    assert state.size == 2
+    state, actions = play(state, MachineJoined("b", 2))
+    assert (state.size, actions) == (2, [])
+
+
 def test_without_a_run_a_lost_machine_restarts_the_others_with_fewer_workers() -> None:
-    state, actions = play(connected(4), MachineLost((2, 3), 2, "machine b is lost"))
+    state, actions = play(replace(connected(4), room=4), MachineLost((2, 3), 2, "machine b is lost"))
     assert StopAll((0, 1, 3)) in actions or StopAll((0, 1)) in actions
     state, actions = play(state, Died(0, "SIGTERM"), Died(1, "SIGTERM"), Died(3, "SIGTERM"))
     assert Spawn((4, 5)) in actions

@@ -245,6 +245,11 @@ class Head:
                 channel, f"machine {given.machine} belongs to another run. Stop its agent, and start it again for this run."
             )
             return
+        if self._phase is _Phase.GATHERING and given.head_index > 0 and not given.run_id:
+            self._run_folder.record("let go", machine=given.machine, why="only the first head of a list begins a run")
+            channel.close()
+            self._channels.pop(channel, None)
+            return
         now = time.monotonic()
         machine = self._channels[channel] = Machine(given, channel, self._loop.clock.now(), now)
         self._is_only_head = self._is_only_head and given.heads == 1

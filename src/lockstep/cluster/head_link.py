@@ -66,7 +66,7 @@ class HeadCallbacks:
 
 
 class HeadLink:
-    """The addresses of ``heads`` are tried in their order, from the first one again after the last.
+    """The addresses of ``heads`` are tried in their order, from the second one on, and from the first one again after the last.
 
     A head that answers may close the connection, because it does not decide for the run: then the next one is tried.
     ``clock()`` is the time without that in which this process was stopped (OwnClock).
@@ -85,7 +85,7 @@ class HeadLink:
         self._clock = clock
         self._was_open = self._is_settled = False
         self._channel: Channel | None = None
-        self._index = -1
+        self._index = 0 if len(heads.fixed) > 1 else -1  # the first head may begin a run, so the others are asked before it
         self._reasons: dict[Address, str] = {}
         now = time.monotonic()
         self._retry_at, self._lost_at, self._say_at = now, now, now + _SAY_AFTER_S

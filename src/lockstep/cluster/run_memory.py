@@ -24,7 +24,7 @@ class _Store:
 
 
 class KeptPackets:
-    """The recorded results and epochs of the run (launcher/recorded_results.py), for a new head. Every agent has them."""
+    """What a new head needs besides the report: recorded results and epochs (launcher/recorded_results.py). All agents have it."""
 
     def __init__(self) -> None:
         self._packets: dict[tuple[Any, ...], Packet] = {}
@@ -35,8 +35,19 @@ class KeptPackets:
     def __iter__(self) -> Iterator[Packet]:
         return iter(list(self._packets.values()))
 
+    @property
+    def wanted(self) -> int:
+        """How many workers a person has asked for; 0: as many as there is room for."""
+        return max(0, _whole(self._packets.get(("wanted",), {}).get("size"), 0))
+
     def add(self, packet: Packet) -> None:
-        """Keep a part of a result, or where an epoch began. Drops the results that no newcomer needs from then on."""
+        """Keep a part of a result, where an epoch began, or how many workers are wanted.
+
+        The beginning of an epoch drops the results that no newcomer needs from then on.
+        """
+        if packet.get("type") == "wanted":
+            self._packets["wanted",] = packet
+            return
         if packet.get("type") != "epoch":
             self._packets["result", packet.get("index"), packet.get("part")] = packet
             return
@@ -170,6 +181,7 @@ class RunMemory:
             self._committed,
             self._max_members,
             self._next_id,
+            self.kept.wanted,
             self._has_joined,
             self._needs_peers,
             self._started,

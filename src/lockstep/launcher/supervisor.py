@@ -81,7 +81,7 @@ class Supervisor:
     def start(self) -> None:
         """Start the workers."""
         self._run_folder.record("begin", settings=dataclasses.asdict(self._settings), pid=os.getpid())
-        self._adopt(begin(self._settings.size, self._settings.policy))
+        self._adopt(begin(self._settings.size, self._settings.policy, self._machines.room or 0))
 
     def resume(self, decision: Decision) -> None:
         """Continue a run that another process has supervised. ``decision``: its state, and what to do first."""
@@ -97,7 +97,7 @@ class Supervisor:
         """A packet that ``Machines.keep`` was given by the process that has supervised the run before."""
         if packet.get("type") == "epoch":
             self._results.begin_epoch(packet)
-        else:
+        elif packet.get("type") == "recorded":
             self._results.record(packet)
 
     @property
@@ -269,6 +269,7 @@ class Supervisor:
         if room is not None and size > room:
             error = f"the machines of the run have room for {room} workers. Start `lockstep agent` on another machine to add more"
             return {"ok": False, "error": error}
+        self._machines.keep({"type": "wanted", "size": size})
         return {"ok": True, "value": self.decide(events.ScaleRequested(size))}
 
     # -- decisions, and their actions -------------------------------------------------------------

@@ -60,9 +60,9 @@ from lockstep.plan.membership_restarts import independence_note, on_death_while_
 from lockstep.plan.membership_state import Policy, State, Status
 
 
-def begin(size: int, policy: Policy | None = None) -> Decision:
-    """The first decision of a run: start ``size`` workers."""
-    state, start = spawn(State(size, policy or Policy()), size, 0.0)
+def begin(size: int, policy: Policy | None = None, room: int = 0) -> Decision:
+    """The first decision of a run: start ``size`` workers. ``room``: how many there can be; 0: any number."""
+    state, start = spawn(State(size, policy or Policy(), room=room), size, 0.0)
     return state, (start,), f"starting {count(size)}"
 
 
@@ -260,7 +260,7 @@ def _end_with_last(state: State, *, is_finished: bool, why: str) -> Decision:
 def _on_scale_request(state: State, event: ScaleRequested, now: float) -> Decision:
     if restarts_together(state):
         return state, (), f"the script does not use lockstep.Run, so its number of workers stays {state.size}"
-    state = replace(state, size=event.size)
+    state = replace(state, size=event.size, wanted=event.size)
     staying = [worker.id for worker in state.workers if not worker.leaving]
     target = f"scaling to {count(event.size)}"
     if len(staying) < event.size:
@@ -278,20 +278,24 @@ def _on_scale_request(state: State, event: ScaleRequested, now: float) -> Decisi
 
 
 def _on_machine_joined(state: State, event: MachineJoined, now: float) -> Decision:
-    """As many workers more as it has room for. While all workers are being stopped, they are started with the others."""
+    """As many workers more as it has room for, unless a person has asked for fewer.
+
+    While all workers are being stopped, they are started with the others.
+    """
     why = f"machine {event.name} has joined with {count(event.workers)}"
     if restarts_together(state) and not state.restarting:
         return state, (Report(f"{why}, which are not used: the script does not use lockstep.Run"),), why
-    state = replace(state, size=state.size + event.workers)
-    if state.restarting:
+    state = state.with_room(state.room + event.workers)
+    missing = state.size - sum(not worker.leaving for worker in state.workers)
+    if state.restarting or missing <= 0:
         return state, (Report(why),), why
-    state, start = spawn(state, event.workers, 0.0)
+    state, start = spawn(state, missing, 0.0)
     return state, (Report(why), start), why
 
 
 def _on_machine_lost(state: State, event: MachineLost, now: float) -> Decision:
     """Its workers are not replaced, because there is no room for replacements."""
-    state = replace(state, size=max(1, state.size - event.room))
+    state = state.with_room(state.room - event.room)
     actions: tuple[Action, ...] = (Report(event.how),)
     for id in event.workers:
         if state.find(id) is not None and not state.ended:

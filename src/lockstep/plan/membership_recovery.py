@@ -45,6 +45,8 @@ class MachineReport:
     committed: int = 0
     max_members: int = 0
     next_id: int = 0
+    wanted: int = 0
+    """How many workers a person has asked for; 0: as many as there is room for."""
     has_joined: bool = False
     needs_peers: bool = False
     started: int = 0
@@ -93,8 +95,11 @@ def recover(policy: Policy, reports: Sequence[MachineReport], now: float) -> tup
     dropped = tuple(id for id in found if id not in kept_ids)
     lost = [id for id in latest.members if id not in found]
     members = tuple(worker.id for worker in kept) if latest.generation >= 0 else ()
+    room, wanted = sum(report.room for report in reports), max(report.wanted for report in reports)
     state = State(
-        size=sum(report.room for report in reports),
+        size=max(1, min(wanted or room, room)),
+        room=room,
+        wanted=wanted,
         policy=policy,
         workers=tuple(_worker(each, latest.generation, is_untold=each.id in untold) for each in kept),
         next_id=max(report.next_id for report in reports),

@@ -73,6 +73,10 @@ class State:
     size: int
     """How many workers the run should have."""
     policy: Policy = field(default_factory=Policy)
+    room: int = 0
+    """How many workers the machines can run; 0: any number."""
+    wanted: int = 0
+    """How many workers a person has asked for, by `lockstep scale`; 0: as many as there is room for."""
     workers: tuple[Worker, ...] = ()
     next_id: int = 0
     max_members: int = 0
@@ -155,6 +159,10 @@ class State:
     def with_status(self, *statuses: Status) -> list[int]:
         """The ids of all workers that have one of these statuses."""
         return [worker.id for worker in self.workers if worker.status in statuses]
+
+    def with_room(self, room: int) -> State:
+        """Returns the state in which the machines can run ``room`` workers."""
+        return replace(self, room=room, size=max(1, min(self.wanted or room, room)))
 
     def update(self, id: int, **changes: Any) -> State:
         """Returns the state in which these fields of one worker have changed."""
