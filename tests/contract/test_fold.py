@@ -281,10 +281,10 @@ def misses_later(comm: Comm) -> tuple[str, float]:
 @pytest.mark.parametrize("body", [misses_first_shared, misses_later_shared, misses_first, misses_later])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_fold_ends_after_the_timeout_and_names_who_did_not_come(kind: str, body: Any) -> None:
-    for message, took_s in over(kind, 3, body, 1.0)[:2]:
+    for message, took_s in over(kind, 3, body, 2.0)[:2]:
         assert "rank 2" in message
         assert "bucket 7 of step 5" in message
-        assert took_s < 3.5
+        assert took_s < 4.5
 
 
 def aborts(comm: Comm) -> list[float]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.__main__ import _parser, main
@@ -44,6 +44,7 @@ def jobs(objects: list[Any]) -> dict[str, Any]:
     return {"head": found["head"], "agents": found.get("agents") or found["node"]}
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(st.dictionaries(st.text(), WHOLE, min_size=1))
 def test_yaml_is_read_back_as_it_was(value: dict[str, Any]) -> None:
     assert yaml.safe_load(documents([value])) == value
