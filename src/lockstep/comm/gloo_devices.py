@@ -70,7 +70,7 @@ def _construct(store: dist.Store, rank: int, size: int, options: Any) -> Any:
     threading.Thread(target=build, name="lockstep-gloo-build", daemon=True).start()
     ended.wait()
     if failed:
-        raise failed[0]
+        raise StoreWaitError(f"a member did not connect: {str(failed[0]).splitlines()[0][:200]}") from failed[0]
     if not built:
         raise StoreWaitError("the generation was aborted while its members connected")
     built[0]._set_default_timeout(_BACKEND_TIMEOUT)
