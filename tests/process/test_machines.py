@@ -1,4 +1,4 @@
-"""Three hosts with two workers each: whatever is killed, cut off or stopped, training goes on, and the result has the same bits."""
+"""Three hosts with two workers each: whatever is killed, cut off or stopped, training continues to the same bits."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_an_agent_is_killed_and_another_one_takes_its_place(make: Callable[..., 
         cluster.wait_for_step(20)
         cluster.kill_agent("c")
         cluster.wait_for_size(4)
-        cluster.wait_until(lambda: cluster.step() > 22, "training goes on without machine c")
+        cluster.wait_until(lambda: cluster.step() > 22, "training continues without machine c")
         cluster.start_agent("c")
         cluster.wait_for_size(6)
         cluster.hurry()

@@ -79,6 +79,7 @@ class Agent:
         self._unsent: list[Message] = []
         self._reported: set[int] = set()  # the workers of which the head knows that they have joined
         self._reported_pids: dict[int, int] = {}
+        # Reserved, not listened on: the script of rank 0 listens there, at the address of this machine that others reach.
         self._master_ports = [MasterPort("0.0.0.0") for _ in range(_MASTER_PORTS)]
         self._address = ""
         self._hang_timeout_s = 30.0

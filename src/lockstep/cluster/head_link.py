@@ -20,7 +20,7 @@ from lockstep.errors import UsageError
 
 _RETRY_S = 0.25
 _SAY_AFTER_S = 5.0
-"""An agent that has found no head for this long says so. It goes on trying."""
+"""An agent that has found no head for this long says so, and keeps trying."""
 _SAY_AGAIN_S = 30.0
 
 

@@ -131,6 +131,7 @@ def _jobset_spec(run: KubernetesRun, agents: str, agent_labels: Mapping[str, str
 
 
 def _head_job(run: KubernetesRun) -> Object:
+    # A pod does not know its address before it runs. Connections begin with the token, wherever they come from.
     command = ["lockstep", "head", "--listen", f"0.0.0.0:{HEAD_PORT}", "--token-file", f"{_TOKEN_FOLDER}/token"]
     command += ["--min-workers", str(run.min_workers), "--grace", str(run.grace_s), "--run-dir", f"{_RUN_FOLDER}/run"]
     resources = {"requests": {"cpu": "500m", "memory": "512Mi"}, "limits": {"memory": "512Mi"}}

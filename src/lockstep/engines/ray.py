@@ -145,6 +145,7 @@ def _execute(job: RayJob, stdout: TextIO, *, is_function: bool = False) -> dict[
                 raise WorkerError(failure_text(outcome, "The files of the run are on the nodes of the Ray cluster."))
             results = (ray_run.result(worker) for worker in workers_by_rank(outcome))
             data = next((each for each in results if each is not None), None)
+            # Written by a worker of this run, and brought by Ray: docs/internals/security.md
             outcome["result"] = None if data is None else cloudpickle.loads(data)
         return outcome
     finally:

@@ -11,6 +11,7 @@ from lockstep.launcher.function_call import call_and_save
 
 
 def main() -> None:
+    # A file that the agent actor of this run has written: docs/internals/security.md
     fn, args = cloudpickle.loads(Path(sys.argv[1]).read_bytes())
     call_and_save(fn, args, cloudpickle.dumps)
 
