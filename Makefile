@@ -13,7 +13,7 @@ PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 JOBS ?= 2
 QUICK := tests/unit tests/contract/test_comm.py $(addprefix tests/process/test_,join.py run_workers.py ddp.py survive.py launch.py)
 
-.PHONY: train test quick lint docs bench chaos gpu clean
+.PHONY: train test quick lint docs bench chaos gpu clean chaos-gpu
 .DELETE_ON_ERROR:
 
 train: $(INSTALLED)
@@ -38,15 +38,20 @@ bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks.step
 
 # A thousand random fault schedules against real runs and two hundred against runs on three hosts, two at a time, and ten thousand
-# damaged checkpoints: about two and a half hours.
+# damaged checkpoints: about two and a half hours. Then 40 workers that are slow on purpose: a quarter of an hour.
 chaos: $(INSTALLED)
 	$(BIN)/python -m tests.fuzz 0 10000
 	$(BIN)/python -m tests.chaos 0 1000 --jobs 2
 	$(BIN)/python -m tests.machine_chaos 0 200 --jobs 2
+	$(BIN)/python -m tests.straggler_cases
 
 # On a machine with a GPU, with whatever torch it has: nothing is installed.
 gpu:
 	PYTHONPATH=src:. $(PYTHON) tests/gpu/run.py
+
+# There too: a hundred random fault schedules over NCCL, four at a time: about five minutes.
+chaos-gpu:
+	PYTHONPATH=src:. $(PYTHON) -m tests.chaos_gpu 0 100 --jobs 4 $(ARGS)
 
 # torch first and alone: exactly this spelling finds a CPU build where one is offered
 $(INSTALLED): pyproject.toml constraints-dev.txt

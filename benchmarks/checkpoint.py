@@ -3,7 +3,9 @@
     python -m benchmarks.checkpoint [--megabytes 1000] [--rounds 7] [--gpu]
 
 One process, one state (a model and its AdamW), in turns: the memcpy of its bytes, Lockstep's snapshot, torch.save, and
-torch.distributed.checkpoint.async_save. A stall is the time until training could go on; writing is waited for outside of it. Then
+torch.distributed.checkpoint.async_save. A stall is the time until training could go on: the call has returned, and the device has
+done what its stream of training was given. What goes on on other streams, and writing, is waited for outside of it. With --gpu,
+the parts of Lockstep's stall follow, and how long the first small copy to the host (a ``loss.item()``) takes after it. Then
 the same with two workers that hold the same state (the longer of both counts). Loading is compared with reading the bytes of the
 same files by one thread, into new memory and into memory that was touched before; all from the page cache. Last, two workers
 train the 5 M GPT of benchmarks/step.py and time the comparison of replicas against their steps.
@@ -29,6 +31,7 @@ from torch import nn
 
 import lockstep
 from benchmarks.report import machine, write
+from lockstep.checkpoint import in_flight
 
 WIDTH = 1024
 
@@ -54,8 +57,33 @@ def timed(act: Callable[[], Any], device: str) -> float:
     sync(device)
     began = time.perf_counter()
     act()
-    sync(device)
+    if device == "cuda":
+        torch.cuda.current_stream().synchronize()
     return time.perf_counter() - began
+
+
+class PartsOfStall:
+    """Times the functions that ``Checkpoints.begin`` calls."""
+
+    def __init__(self) -> None:
+        self.spent_s: dict[str, list[float]] = {}
+
+    def watch(self, owner: Any, name: str, label: str) -> None:
+        real, spent_s = getattr(owner, name), self.spent_s.setdefault(label, [])
+
+        def timing(*args: Any, **named: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return real(*args, **named)
+            finally:
+                spent_s.append(time.perf_counter() - began)
+
+        setattr(owner, name, timing)
+
+    def lines(self, rounds: int) -> list[str]:
+        """The last ``rounds`` calls of each; the first ones get memory."""
+        rows = [f"| {label} | {1e3 * statistics.median(spent[-rounds:]):.2f} |" for label, spent in self.spent_s.items()]
+        return ["| parts of Lockstep's stall | ms, median |", "|---|---|", *rows]
 
 
 class Stalls:
@@ -71,6 +99,13 @@ class Stalls:
         self._from = [tensor.detach() for tensor in held]
         pin = device == "cuda"
         self._to = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin).zero_() for tensor in held]
+        self.parts = PartsOfStall()
+        self.parts.watch(self._checkpoints._run_state, "capture", "capture")
+        self.parts.watch(in_flight, "lay_out_state", "layout")
+        self.parts.watch(in_flight, "_agree_on_folder", "agreement on the folder")
+        self.parts.watch(self._checkpoints._snapshot, "copy", "copy, as long as the host waits")
+        self.parts.watch(self._checkpoints, "begin", "all of begin")
+        self._loss = torch.zeros((), device=device)
         self._number = 0
         self._future: Any = None
 
@@ -78,11 +113,14 @@ class Stalls:
         return {"memcpy": self.memcpy, "Lockstep": self.ours, "torch.save": self.torch_save, "async_save": self.async_save}
 
     def memcpy(self) -> float:
-        return timed(lambda: torch._foreach_copy_(self._to, self._from, non_blocking=True), self._device)
+        return timed(lambda: torch._foreach_copy_(self._to, self._from, non_blocking=True), self._device)  # on the same stream
 
     def ours(self) -> float:
         self._number += 1
         took_s = timed(lambda: self._checkpoints.begin(self._number), self._device)
+        began = time.perf_counter()
+        self._loss.item()
+        self.parts.spent_s.setdefault("a loss.item() right after the stall", []).append(time.perf_counter() - began)
         self._checkpoints.wait_until_idle()
         return took_s
 
@@ -236,6 +274,8 @@ def main() -> None:
                     times[name].append(took_s)
         stalls.run.close()
         lines += show(f"{stalls.bytes / 1e9:.2f} GB of state, 1 worker", times)
+        if given.gpu:
+            lines += ["", *stalls.parts.lines(given.rounds)]
         if two:
             lines += ["", *show(f"{stalls.bytes / 1e9:.2f} GB of state, 2 workers", two)]
         rounds = [loads(model, opt, Path(place), device) for _ in range(given.rounds)]
@@ -256,7 +296,14 @@ def main() -> None:
     command = (
         f"python -m benchmarks.checkpoint --megabytes {given.megabytes} --rounds {given.rounds}{' --gpu' if given.gpu else ''}"
     )
-    data = {"machine": machine(given.gpu), "stalls_s": times, "stalls_of_two_s": two, "loads_s": loaded, "verify": verified}
+    data = {
+        "machine": machine(given.gpu),
+        "stalls_s": times,
+        "parts_s": stalls.parts.spent_s,
+        "stalls_of_two_s": two,
+        "loads_s": loaded,
+        "verify": verified,
+    }
     write(f"checkpoint-{suffix}", data, table, command)
     dist.destroy_process_group()
 

@@ -1,6 +1,7 @@
 """From kill -9 of one worker to the survivors' next committed step and its replacement's first: `lockstep run`, torchrun, torchft.
 
     python -m benchmarks.recovery [--workers 2 4] [--kills 20]
+    python -m benchmarks.recovery --gpu [--workers 2 3 4] [--megabytes 1 100]   over NCCL (tests/shared_gpu.py)
 
 A step takes 20 ms (it sleeps). Workers write a line for every commit; the clock is the machine's. torchrun restarts
 everybody, each from a checkpoint of the last step (written every step, which is not counted); 5 kills of it.
@@ -30,7 +31,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import torch
+from tests import shared_gpu
+
 from benchmarks.report import machine, write
+
+NCCL = "lockstep run, NCCL"
 
 BODY = """
 import os, sys, time, torch, torch.nn.functional as F
@@ -51,6 +57,23 @@ import lockstep
 run = lockstep.Run(model, opt, lanes=16)
 for a, b in run.shard(data, global_batch=64, shuffle=True, epochs=10000):
     F.cross_entropy(model(a), b).backward()
+    opt.step(); opt.zero_grad()
+    if run.committed:
+        time.sleep(0.02)
+        note(run.generation)
+"""
+)
+ON_GPU = (
+    BODY
+    + """
+import lockstep
+device, width = f"cuda:{int(os.environ['LOCAL_RANK']) % torch.cuda.device_count()}", int(sys.argv[2])
+model = torch.nn.Sequential(torch.nn.Linear(16, width), torch.nn.ReLU(), torch.nn.Linear(width, width), torch.nn.Linear(width, 2))
+model.to(device)
+opt = torch.optim.SGD(model.parameters(), lr=0.01)
+run = lockstep.Run(model, opt, lanes=12, comm="nccl")
+for a, b in run.shard(data, global_batch=48, shuffle=True, epochs=10000):
+    F.cross_entropy(model(a.to(device)), b.to(device)).backward()
     opt.step(); opt.zero_grad()
     if run.committed:
         time.sleep(0.02)
@@ -255,19 +278,57 @@ def launchers(alone: bool) -> tuple[str, ...]:
     return ("lockstep run", "torchrun", *(["torchft"] if importlib.util.find_spec("torchft") else []))
 
 
-def prepare(name: str, folder: Path, workers: int) -> AbstractContextManager[Callable[[], None]]:
+def prepare(name: str, folder: Path, workers: int, script_args: tuple[str, ...] = ()) -> AbstractContextManager[Callable[[], None]]:
     """Write the launcher's training script; what comes back starts it."""
     script = folder / "train.py"
-    script.write_text({"lockstep run": OURS, "torchrun": THEIRS, "torchft": TORCHFT}[name])
+    script.write_text({"lockstep run": OURS, NCCL: ON_GPU, "torchrun": THEIRS, "torchft": TORCHFT}[name])
     if name == "torchft":
         return replicas(folder, workers)
-    if name == "lockstep run":
+    if name in ("lockstep run", NCCL):
         command = [sys.executable, "-m", "lockstep", "run", "-n", str(workers), "--max-respawns", "1000"]
         command += ["--run-dir", f"{folder}/run"]
     else:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}"]
         command += ["--max-restarts=1000"]
-    return supervised([*command, str(script), str(folder)], folder)
+    return supervised([*command, str(script), str(folder), *script_args], folder)
+
+
+def width_of(megabytes: int) -> int:
+    """The width of the model of ``ON_GPU`` that has so many megabytes of parameters."""
+    return max(32, int((megabytes * 1e6 / 4) ** 0.5))
+
+
+def on_gpu(options: argparse.Namespace) -> None:
+    """Measure recovery over NCCL for each number of workers and each size of the model."""
+    os.environ.update(shared_gpu.environment())
+    rows: list[dict[str, Any]] = []
+    head = "| workers | model | next commit, median s | worst s | replacement back, median s | worst s | kills |"
+    lines = [head, "|---|---|---|---|---|---|---|"]
+    began = time.monotonic()
+    for size in options.workers or [2, 3, 4]:
+        if reason := shared_gpu.why_no_nccl(size, torch.cuda.device_count()):
+            print(f"{size} workers: not measured, {reason}", flush=True)
+            continue
+        for megabytes in options.megabytes:
+            if time.monotonic() - began > options.deadline_s:
+                print(f"{size} workers, {megabytes} MB: not measured, {options.deadline_s:g} s are over", flush=True)
+                continue
+            with tempfile.TemporaryDirectory() as place:
+                folder = Path(place)
+                launch = prepare(NCCL, folder, size, (str(width_of(megabytes)),))
+                try:
+                    next_s, back_s = measure(launch, folder, size, options.kills or 3, survivors_live=True)
+                except RuntimeError as error:
+                    print(f"{size} workers, {megabytes} MB: {error}\n{(folder / 'log.txt').read_text()[-3000:]}", flush=True)
+                    continue
+            rows.append({"workers": size, "megabytes": megabytes, "next_s": next_s, "back_s": back_s})
+            middle, back = statistics.median(next_s), statistics.median(back_s)
+            figures = f"{middle:.3f} | {max(next_s):.3f} | {back:.2f} | {max(back_s):.2f}"
+            lines.append(f"| {size} | {megabytes} MB | {figures} | {len(next_s)} |")
+            print(lines[-1], flush=True)
+    arguments = f"--workers {' '.join(map(str, options.workers or [2, 3, 4]))} --megabytes {' '.join(map(str, options.megabytes))}"
+    command_text = f"python -m benchmarks.recovery --gpu {arguments} --kills {options.kills or 3}"
+    write("recovery-gpu", {"machine": machine(gpu=True), "results": rows}, "\n".join(lines), command_text)
 
 
 def about(names: tuple[str, ...]) -> dict[str, Any]:
@@ -278,11 +339,18 @@ def about(names: tuple[str, ...]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workers", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--workers", type=int, nargs="+", help="2 4, with --gpu 2 3 4")
+    parser.add_argument("--kills", type=int, help="of each number of workers: 20, with --gpu 3")
+    parser.add_argument("--deadline-s", type=float, default=70.0, help="begin no measurement after so many seconds, with --gpu")
     parser.add_argument("--alone", action="store_true", help="without torchrun and torchft")
+    parser.add_argument("--gpu", action="store_true", help="over NCCL, a GPU per worker if there are as many")
+    parser.add_argument("--megabytes", type=int, nargs="+", default=[1, 100], help="of the models, with --gpu")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended
+    if options.gpu:
+        on_gpu(options)
+        return
+    options.workers, options.kills = options.workers or [2, 4], options.kills or 20
     names = launchers(options.alone)
     rows: list[dict[str, Any]] = []
     head = "| workers | launcher | next commit, median s | worst s | replacement back, median s | kills |"

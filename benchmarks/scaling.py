@@ -32,7 +32,7 @@ SHOWN = ("torch DDP", "Lockstep, shm")
 def worker(rank: int, size: int, folder: str, rounds: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", size), rank=rank, world_size=size)
-    found = measure(replace(CASE, rounds=rounds), torch.device("cpu"), only=("bare", *SHOWN))
+    found = measure(replace(CASE, rounds=rounds), only=("bare", *SHOWN))
     if rank == 0:
         Path(folder, "results.json").write_text(json.dumps(found))
     os._exit(0)

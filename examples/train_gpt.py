@@ -10,9 +10,7 @@ With --lanes 4 the result has the same bits on 1, 2, 3 and 4 workers.
 from __future__ import annotations
 
 import argparse
-import sys
 import sysconfig
-import time
 from pathlib import Path
 
 import torch
@@ -46,7 +44,6 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=options.lr, total_steps=options.steps, pct_start=0.1)
     text = standard_library()
-    progress = Progress(options.steps, options.batch * config.context)
     run = lockstep.Run(
         model,
         optimizer,
@@ -55,7 +52,6 @@ def main() -> None:
         checkpoint=options.checkpoint,
         every="30 s",
         log_every=5,
-        on_log=progress.show,
     )
     if run.is_main:
         count = sum(p.numel() for p in model.parameters())
@@ -73,6 +69,8 @@ def main() -> None:
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
+        if world.source == "alone" and run.every(20):  # `lockstep run` shows the progress itself
+            print(f"step {run.step} of {options.steps}, loss {run.logged['loss']:.3f}", flush=True)
     if run.is_main:
         print(f"\nA sample from the model:\n{sample(model, config, device)}")
     run.close()
@@ -97,27 +95,6 @@ def standard_library() -> torch.Tensor:
     files = sorted(p for p in folder.rglob("*.py") if not {"site-packages", "test", "tests", "idlelib"} & set(p.parts))
     raw = b"\n".join(p.read_bytes() for p in files)
     return torch.frombuffer(bytearray(byte for byte in raw if byte < 128), dtype=torch.uint8)
-
-
-class Progress:
-    """Prints one line that is updated on a terminal, or a new line now and then if the output is not a terminal."""
-
-    def __init__(self, steps: int, characters_per_step: int) -> None:
-        self.steps, self.per_step = steps, characters_per_step
-        self.is_terminal = sys.stdout.isatty()
-        self.started = time.perf_counter()
-        self.first, self.average = 0, 0.0
-
-    def show(self, step: int, values: dict[str, float]) -> None:
-        if not self.first:
-            self.first, self.average = step, values["loss"]
-        self.average = 0.95 * self.average + 0.05 * values["loss"]
-        if not self.is_terminal and step % max(1, self.steps // 20) and step not in (self.first, self.steps):
-            return
-        elapsed = time.perf_counter() - self.started
-        rate = (step - self.first + 1) * self.per_step / elapsed
-        line = f"step {step:4d}/{self.steps}  loss {self.average:.3f}  {rate:7.0f} characters/s  {elapsed:5.1f} s"
-        print(f"\r{line}" if self.is_terminal else line, end="" if self.is_terminal and step < self.steps else "\n", flush=True)
 
 
 @torch.no_grad()

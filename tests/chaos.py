@@ -4,13 +4,14 @@ make chaos                                     a thousand schedules, and a line 
 python -m tests.chaos FIRST COUNT [--jobs N]   the schedules FIRST to FIRST + COUNT - 1, N at a time: with 16 cores, 6
 
 A schedule follows from its seed: a variant of tests/scripts/chaos.py (how gradients travel, checkpoints, loader processes, a
-GradScaler) and the faults of each launch. The last fault of a launch may end the whole run: then the same command is started again.
-When a fault strikes is a matter of time, so a schedule that is played twice is not the same to the microsecond.
+GradScaler, a spare) and the faults of each launch. The last fault of a launch may end the whole run: then the same command is
+started again. When a fault strikes is a matter of time, so a schedule that is played twice is not the same to the microsecond.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import os
 import shutil
@@ -20,7 +21,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -76,9 +77,11 @@ class Variant:
     checkpoints: bool
     loaders: int
     scaler: bool
+    spares: int = 0
 
     def __str__(self) -> str:
-        parts = [f"{self.workers} workers", self.comm, *([f"{self.machines} machines"] if self.machines > 1 else [])]
+        spares, machines = ["1 spare"] * self.spares, [f"{self.machines} machines"] * (self.machines > 1)
+        parts = [f"{self.workers} workers", *spares, self.comm, *machines]
         named = {"checkpoints": self.checkpoints, "loaders": self.loaders, "scaler": self.scaler}
         return " ".join([*parts, *(name for name, is_on in named.items() if is_on)])
 
@@ -107,16 +110,16 @@ def draw(seed: int) -> Schedule:
         checkpoints=random.random() < 0.6,
         loaders=int(random.random() < 0.3),
         scaler=random.random() < 0.5,
+        spares=Random(f"{seed} spares").randint(0, 1),
     )
-    launches = [list(_draw_faults(random, random.randint(1, 4)))]
+    launches = [list(draw_faults(random, random.randint(1, 4)))]
     if random.random() < 0.35:
         launches[0].append(Fault(random.choice(ENDINGS), random.randint(0, 8), random.uniform(0.0, 0.2), 0.0, 0.0))
-        launches.append(list(_draw_faults(random, random.randint(0, 2))))
+        launches.append(list(draw_faults(random, random.randint(0, 2))))
     return Schedule(seed, variant, tuple(map(tuple, launches)), random.randint(1, variant.workers), random.choice([0.0, 0.3, 1.0]))
 
 
-def _draw_faults(random: Random, count: int) -> Iterator[Fault]:
-    kinds = list(FAULTS)
+def draw_faults(random: Random, count: int, kinds: Sequence[str] = FAULTS) -> Iterator[Fault]:
     for _ in range(count):
         kind = random.choice(kinds)
         if kind in ("raise", "stop", "stop zygote"):  # a script that raises twice has a bug; a stop costs the hang timeout
@@ -131,7 +134,11 @@ def _draw_faults(random: Random, count: int) -> Iterator[Fault]:
 
 
 class Chaos:
-    """One schedule against one run, which may need several launches."""
+    """One schedule against one run, which may need several launches. ``steps`` and ``epochs`` are those of ``script``."""
+
+    script, steps, epochs, hang_timeout_s = SCRIPT, STEPS, EPOCHS, HANG_TIMEOUT_S
+    has_tracker = True
+    """Whether the script has the tracker csv."""
 
     def __init__(self, folder: Path, schedule: Schedule) -> None:
         self._folder, self._schedule = folder, schedule
@@ -202,12 +209,16 @@ class Chaos:
         if self._launch > 1:
             self.done.append("launched again")
         self.run = LaunchedRun(
-            SCRIPT,
-            *("--hang-timeout", str(HANG_TIMEOUT_S), "--max-respawns", "50", "--ledger"),
+            self.script,
+            *("--hang-timeout", str(self.hang_timeout_s), "--max-respawns", "50", "--ledger"),
+            *("--spares", str(self._schedule.variant.spares)),
             folder=self._folder,
             workers=self._schedule.variant.workers,
-            env=environment(self._schedule.variant, self._checkpoints, self._temporary),
+            env=self._environment(),
         )
+
+    def _environment(self) -> dict[str, str]:
+        return environment(self._schedule.variant, self._checkpoints, self._temporary)
 
     # -- faults -----------------------------------------------------------------------------------
 
@@ -242,7 +253,9 @@ class Chaos:
         if not candidates:
             return f"{kind}: nobody runs"
         worker = candidates[-1] if kind == "kill newest" else candidates[int(fault.pick * len(candidates))]
-        if kind == "stop" and (len(alive) == 1 or any(text.startswith("scale to 1 ") for text in self.done)):
+        members = run.generations()[-1] if run.generations() else alive  # a spare notices nothing
+        others = {each for each in members if each in alive and each != worker}
+        if kind == "stop" and (not others or any(text.startswith("scale to 1 ") for text in self.done)):
             return f"{kind} {worker}: nobody else would notice"
         if kind in ("raise", "slow"):
             (self._folder / f"{kind}-{worker}").touch()
@@ -314,9 +327,11 @@ class Chaos:
             assert not differ, f"worker {worker} has other {', '.join(differ)}: {found} instead of {want}"
         self._check_ledger()
         self._check_logged(expected)
+        if self.has_tracker:
+            self._check_tracked(expected)
         self._check_descriptors()
         if self._schedule.variant.checkpoints:
-            names = sorted(path.name for path in self._checkpoints.iterdir())
+            names = sorted(path.name for path in self._checkpoints.iterdir() if path.name != "tracking")
             whole = [name for name in names if (self._checkpoints / name / "manifest.json").exists()]
             assert names == whole, f"left in the checkpoint folder: {sorted(set(names) - set(whole))}"
             assert 1 <= len(names) <= KEPT, f"there are {len(names)} checkpoints: {names}"
@@ -328,31 +343,43 @@ class Chaos:
         for number, ledger in enumerate([*launches, self._folder / "run" / "ledger"]):
             found = read(ledger) if ledger.exists() and list(ledger.iterdir()) else []
             found = [{**line, "generation": f"{number}/{line['generation']}"} for line in found]
-            begin = min((line["step"] for line in found if line["kind"] == "commit"), default=STEPS)
+            begin = min((line["step"] for line in found if line["kind"] == "commit"), default=self.steps)
             lines = [line for line in lines if line["step"] < begin] + found
         committed = {line["step"] for line in lines if line["kind"] == "commit"}
-        missing = sorted(set(range(STEPS)) - committed)
+        missing = sorted(set(range(self.steps)) - committed)
         assert not missing, f"the ledger lacks steps {missing}"
-        mistakes = audit(lines, SAMPLES, EPOCHS)
+        mistakes = audit(lines, SAMPLES, self.epochs)
         assert not mistakes, f"ledger: {mistakes}"
 
     def _check_logged(self, expected: Expected) -> None:
         for launch in range(1, self._launch + 1):
             folder = self._folder / f"launch-{launch}" if launch < self._launch else self._folder
-            handed = _lines(folder / "logged.jsonl")
+            handed = read_lines(folder / "logged.jsonl")
             steps = [step for step, _ in handed]
             twice = sorted({step for step in steps if steps.count(step) > 1})
             assert not twice, f"on_log got steps {twice} more than once in launch {launch}"
             for step, values in handed:
                 assert values == expected.handed[step], f"on_log got {values} for step {step}, not {expected.handed[step]}"
             for path in folder.glob("seen-*.jsonl"):
-                for step, logged in _lines(path):
+                for step, logged in read_lines(path):
                     want = expected.seen[step]
                     assert logged == want, f"{path.name}: run.logged is {logged} after step {step}, not {want}"
         leaders = {members[0] for members in self._running.generations()}
         if self._launch == 1 and len(leaders) == 1 and not leaders & self._struck:
             missing = sorted(set(expected.handed) - set(steps))
             assert not missing, f"on_log did not get steps {missing}, although rank 0 was always the same worker"
+
+    def _check_tracked(self, expected: Expected) -> None:
+        """The tracker has each step once, also if rank 0 has died, and over all launches."""
+        place = self._checkpoints if self._schedule.variant.checkpoints else self._folder / "run"
+        files = list((place / "tracking").glob("*/metrics.csv"))
+        file = max(files, key=lambda path: path.stat().st_mtime_ns)  # a launch that found no checkpoint has begun new curves
+        with file.open(newline="") as lines:
+            rows = [(int(row.pop("step")), row) for row in csv.DictReader(lines)]
+        assert [step for step, _ in rows] == sorted(expected.handed), f"steps in {file}: {[step for step, _ in rows]}"
+        for step, row in rows:
+            found = {name: float(cell).hex() for name, cell in row.items() if cell}
+            assert found == expected.handed[step], f"the tracker has {found} for step {step}, not {expected.handed[step]}"
 
     def _check_descriptors(self) -> None:
         """A worker has no more descriptors open after a loop than after the first loop with as many workers.
@@ -364,21 +391,24 @@ class Chaos:
         more = 40 if variant.machines > 1 else 10 if variant.comm == "gloo" else 4
         for path in self._folder.glob("open-*.jsonl"):
             counts: dict[int, list[int]] = {}
-            for _, size, count in _lines(path):
+            for _, size, count in read_lines(path):
                 counts.setdefault(size, []).append(count)
             for size, found in counts.items():
                 assert max(found) <= found[0] + more, f"{path.name}: open descriptors with {size} workers: {found}"
 
     def _check_leftovers(self) -> None:
         """Nothing of the run is left: no process, no shared memory, no temporary file."""
-        left = _wait_for_none(lambda: _processes_in(self._folder))
-        assert not left, f"processes are left: {left}"
+        self._check_processes()
         left = _wait_for_none(lambda: [n for n in set(os.listdir("/dev/shm")) - self._shared_memory if not _is_in_use(n)])
         assert not left, f"left in /dev/shm: {left}"
         # torch's cache; and folders of multiprocessing, which a loader process cannot remove when its worker is killed.
         not_ours = ("torchinductor_", *(["pymp-"] if self.done else []))
         left = sorted(path.name for path in self._temporary.iterdir() if not path.name.startswith(not_ours))
         assert not left, f"left in the temporary folder: {left}"
+
+    def _check_processes(self) -> None:
+        left = _wait_for_none(lambda: _processes_in(self._folder))
+        assert not left, f"processes are left: {left}"
 
     def _dump(self) -> str:
         return self.run.dump() if self.run is not None else ""
@@ -402,7 +432,7 @@ def undisturbed(folder: Path, *, scaler: bool) -> Expected:
     (folder / "hurry").touch()
     variant = Variant(0, "auto", 1, checkpoints=False, loaders=0, scaler=scaler)
     result = LaunchedRun(SCRIPT, folder=folder, workers=0, env=environment(variant, folder, folder)).result()
-    return Expected(result, dict(_lines(folder / "logged.jsonl")), dict(_lines(folder / "seen-0.jsonl")))
+    return Expected(result, dict(read_lines(folder / "logged.jsonl")), dict(read_lines(folder / "seen-0.jsonl")))
 
 
 def environment(variant: Variant, checkpoints: Path, temporary: Path) -> dict[str, str]:
@@ -414,12 +444,15 @@ def environment(variant: Variant, checkpoints: Path, temporary: Path) -> dict[st
 def play(folder: Path, seed: int, expected: dict[bool, Expected]) -> str:
     """Play one schedule. Returns what was done; raises AssertionError with everything that is needed to play it again."""
     schedule = draw(seed)
-    chaos = Chaos(folder, schedule)
+    return play_schedule(Chaos(folder, schedule), schedule, expected[schedule.variant.scaler])
+
+
+def play_schedule(chaos: Chaos, schedule: Schedule, expected: Expected) -> str:
     try:
-        chaos.play(expected[schedule.variant.scaler])
+        chaos.play(expected)
     except AssertionError as error:
         what, _, dump = str(error).partition("\n")
-        raise AssertionError(f"schedule {seed} ({schedule.variant}): {'; '.join(chaos.done)}: {what}\n{dump}") from None
+        raise AssertionError(f"schedule {schedule.seed} ({schedule.variant}): {'; '.join(chaos.done)}: {what}\n{dump}") from None
     return f"{schedule.variant}: {'; '.join(chaos.done)}"
 
 
@@ -431,7 +464,7 @@ def _continue(pid: int) -> None:
         os.kill(pid, signal.SIGCONT)
 
 
-def _lines(path: Path) -> list[Any]:
+def read_lines(path: Path) -> list[Any]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import os
+import shutil
 import signal
 import tempfile
 from collections.abc import Iterator
@@ -14,6 +16,10 @@ import pytest
 # Two cores are shared by up to eight workers. Set before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
+
+# Runs of the tests are not registered among those of the person who starts the tests.
+os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="state-of-tests-")
+atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 
 # A command that a shell runs in the background ignores Ctrl-C, and a command under nohup ignores SIGHUP. The runs that the tests
 # start would inherit it, and `lockstep run` respects it.

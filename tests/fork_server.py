@@ -32,6 +32,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from tests import shared_gpu
+
 ROOT = Path(__file__).parents[1]
 _IMPORTED = ("pytest", "hypothesis", "numpy", "tests.models", "tests.lane_jobs", "tests.launch", "tests.workers")
 _START_S = 120.0
@@ -105,6 +107,7 @@ class _Server:
         env = {name: value for name, value in os.environ.items() if not name.startswith(("LOCKSTEP_", "PYTEST_"))}
         env |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS"), "1")
         env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "src"), *filter(None, [env.get("PYTHONPATH")])])
+        env |= shared_gpu.environment()
         with theirs:
             command = [sys.executable, "-P", "-m", "tests.fork_server", str(theirs.fileno())]
             self._process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])

@@ -110,11 +110,13 @@ def train(
     steps: int = 30,
     workers: int = 0,
     unfreeze_at: int = -1,
+    reduce_dtype: torch.dtype | None = None,
 ) -> str:
     """The loop of the README, with what the scenario adds. Returns the digest of all state."""
     device = next(model.parameters()).device
     scaler = torch.amp.GradScaler(device.type, init_scale=scale, growth_interval=3) if scale else None
-    run = lockstep.Run(model, *objects, *([scaler] if scaler else []), lanes=LANES, seed=3, exact=exact, comm=comm, timeout_s=30)
+    objects_ = [*objects, *([scaler] if scaler else [])]
+    run = lockstep.Run(model, *objects_, lanes=LANES, seed=3, exact=exact, comm=comm, timeout_s=30, reduce_dtype=reduce_dtype)
     optimizers, schedulers = run._parts.gate.optimizers, [o for o in objects if not isinstance(o, torch.optim.Optimizer)]
     data = dataset() if data is None else data
     shuffle = not isinstance(data, IterableDataset)
@@ -232,6 +234,22 @@ def halves() -> Job:
     return job(model, sgd(model), loss_of=lambda out, x, y: F.cross_entropy(out, y), autocast=torch.bfloat16)
 
 
+def widened() -> Job:
+    """Gradients in bfloat16 are added in float32."""
+    model = MLP().bfloat16()
+    loss_of = lambda out, x, y: F.cross_entropy(out, y)  # noqa: E731
+    return job(model, sgd(model), loss_of=loss_of, autocast=torch.bfloat16, tokens=True, clip=1.0, reduce_dtype=torch.float32)
+
+
+def widened_sparse() -> Job:
+    """Gradients in float16 and bfloat16, sparse and dense, are added in float32."""
+    model = Sparse().bfloat16()
+    model.head.half()
+    model.embed.register_forward_hook(lambda module, args, out: out.half())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    return job(model, optimizer, reduce_dtype=torch.float32)
+
+
 def reentrant() -> Job:
     model = Reentrant()
     return job(model, sgd(model), loss_of=lambda out, x, y: F.cross_entropy(out, y))
@@ -286,6 +304,8 @@ SCENARIOS = {
         mixed,
         noisy,
         halves,
+        widened,
+        widened_sparse,
         reentrant,
     )
 }

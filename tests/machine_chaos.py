@@ -81,9 +81,11 @@ class Schedule:
     """The first fault strikes after this step. -1: when the agents have been started."""
     awaits_all: bool
     """Whether all machines must belong to the run again before its loop may end."""
+    spares: int = 0
 
     def __str__(self) -> str:
-        return f"{len(self.heads)} head{'s' if len(self.heads) > 1 else ''}"
+        spares = f", {self.spares} spares" if self.spares else ""
+        return f"{len(self.heads)} head{'s' if len(self.heads) > 1 else ''}{spares}"
 
 
 def draw(seed: int) -> Schedule:
@@ -100,7 +102,8 @@ def draw(seed: int) -> Schedule:
         longest_s = 3.5 if kind == "stop host" else 5.0
         lasts_s = random.choice([random.uniform(0.05, 1.0), random.uniform(1.0, longest_s)])
         faults.append(Fault(kind, after_s, random.random(), lasts_s))
-    return Schedule(seed, heads, tuple(faults), random.choice([-1, 0, 1, 3, 8]), random.random() < 0.5)
+    spares = Random(f"machines {seed} spares").choice([0, 0, 1, 2])
+    return Schedule(seed, heads, tuple(faults), random.choice([-1, 0, 1, 3, 8]), random.random() < 0.5, spares)
 
 
 # -- one schedule --------------------------------------------------------------------------------------
@@ -155,7 +158,8 @@ class MachineChaos:
         self._wait_until(lambda: self.cluster.step() >= self._schedule.await_step, f"step {self._schedule.await_step}", 60.0)
 
     def _start_head(self, host: str, min_workers: int = 1) -> None:
-        self.cluster.start_head(host, "--ledger", "--max-respawns", "50", min_workers=min_workers, hang_timeout_s=HANG_TIMEOUT_S)
+        options = "--ledger", "--max-respawns", "50", "--spares", str(self._schedule.spares)
+        self.cluster.start_head(host, *options, min_workers=min_workers, hang_timeout_s=HANG_TIMEOUT_S)
 
     def _start_agent(self, host: str) -> None:
         self.cluster.start_agent(host, "--head-timeout", str(HEAD_TIMEOUT_S), "--connect-timeout", str(HEAD_TIMEOUT_S))
@@ -387,14 +391,14 @@ class MachineChaos:
         assert not mistakes, f"ledger: {mistakes}"
 
     def _check_logged(self, expected: Expected) -> None:
-        handed = chaos._lines(self._folder / "logged.jsonl")
+        handed = chaos.read_lines(self._folder / "logged.jsonl")
         steps = [step for step, _ in handed]
         twice = sorted({step for step in steps if steps.count(step) > 1})
         assert not twice, f"on_log got steps {twice} more than once"
         for step, values in handed:
             assert values == expected.handed[step], f"on_log got {values} for step {step}, not {expected.handed[step]}"
         for path in self._folder.glob("seen-*.jsonl"):
-            for step, logged in chaos._lines(path):
+            for step, logged in chaos.read_lines(path):
                 want = expected.seen[step]
                 assert logged == want, f"{path.name}: run.logged is {logged} after step {step}, not {want}"
 

@@ -22,11 +22,13 @@ class TrainingRun(LaunchedRun):
         workers: the number of workers. 0: the script alone.
         options: options of `lockstep run`. ``--hang-timeout`` is HANG_TIMEOUT_S unless the options set it.
         own_imports: whether the run is a new interpreter that imports torch itself.
+        env: variables added to the environment.
         settings: what the script reads from its environment, see there: ``hold_at=30`` is TRAIN_HOLD_AT=30.
     """
 
     def __init__(self, folder: Path, workers: int, *options: str, own_imports: bool = False, **settings: Any) -> None:
-        env = {"OMP_NUM_THREADS": "1", **{f"TRAIN_{name.upper()}": str(value) for name, value in settings.items()}}
+        env = settings.pop("env", {})
+        env |= {"OMP_NUM_THREADS": "1", **{f"TRAIN_{name.upper()}": str(value) for name, value in settings.items()}}
         given = ("--hang-timeout", str(HANG_TIMEOUT_S), *options)
         super().__init__(SCRIPT, *given, folder=folder, workers=workers, env=env, own_imports=own_imports)
 

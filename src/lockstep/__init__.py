@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 
 _MODULES = {
     "CorruptionError": "lockstep.errors",
+    "DeviceError": "lockstep.errors",
     "DistributedDataParallel": "lockstep.replicas.ddp",
     "InvariantError": "lockstep.errors",
     "LockstepError": "lockstep.errors",
@@ -28,6 +29,7 @@ _MODULES = {
 
 __all__ = [
     "CorruptionError",
+    "DeviceError",
     "DistributedDataParallel",
     "InvariantError",
     "LockstepError",
@@ -45,7 +47,8 @@ __all__ = [
 if TYPE_CHECKING:
     from lockstep import engines as engines
     from lockstep import integrations as integrations
-    from lockstep.errors import CorruptionError, InvariantError, LockstepError, PeerError, UsageError, WorkerError
+    from lockstep import track as track
+    from lockstep.errors import CorruptionError, DeviceError, InvariantError, LockstepError, PeerError, UsageError, WorkerError
     from lockstep.launcher.function_launch import launch
     from lockstep.replicas.ddp import DistributedDataParallel
     from lockstep.replicas.replicate import replica_of, replicate
@@ -55,7 +58,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("engines", "integrations"):
+    if name in ("engines", "integrations", "track"):
         return importlib.import_module(f"lockstep.{name}")
     module = _MODULES.get(name)
     if module is None:

@@ -1,45 +1,64 @@
-"""`lockstep` and `python -m lockstep`: one parser for all commands. Imports no torch."""
+"""`lockstep` and `python -m lockstep`: one parser for all commands. Imports no torch, and only what the given command needs."""
 
 from __future__ import annotations
 
+import importlib
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
 
 import lockstep
-from lockstep.checkpoint import checkpoint_command
-from lockstep.cluster import command_line as cluster_command_line
-from lockstep.doctor import doctor_command
-from lockstep.engines import command_line as engines_command_line
-from lockstep.engines import render_command
 from lockstep.errors import UsageError
-from lockstep.launcher import command_line
 from lockstep.launcher.arguments import Parser, open_standard_streams, write
+
+_COMMANDS = (
+    ("lockstep.engines.command_line", "run", "scale"),
+    ("lockstep.commands.list_command", "ls"),
+    ("lockstep.commands.status_command", "status"),
+    ("lockstep.commands.top_command", "top"),
+    ("lockstep.commands.logs_command", "logs"),
+    ("lockstep.commands.events_command", "events"),
+    ("lockstep.commands.trace_command", "trace"),
+    ("lockstep.dashboard.dash_command", "dash"),
+    ("lockstep.dashboard.report_command", "report"),
+    ("lockstep.commands.stop_command", "stop"),
+    ("lockstep.commands.clean_command", "clean"),
+    ("lockstep.cluster.command_line", "head", "agent"),
+    ("lockstep.checkpoint.checkpoint_command", "checkpoint"),
+    ("lockstep.engines.render_command", "render"),
+    ("lockstep.doctor.doctor_command", "doctor"),
+)
+"""Modules with a function ``add_parsers(commands)``, each with the commands that it adds, in the order of `lockstep --help`."""
+
+
+_INTERRUPTED = 130
+"""The exit code after Ctrl-C."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Execute one command. Returns its exit code, or 2 if the arguments cannot work."""
+    """Execute one command. Returns its exit code; 2 if the arguments cannot work, 130 after Ctrl-C."""
     open_standard_streams()
     try:
-        given = _parser().parse_args(argv)
+        words = sys.argv[1:] if argv is None else list(argv)
+        given = _parser(words).parse_args(words)
         code: int = given.execute(given)
         return code
     except UsageError as error:
         write(2, f"lockstep: {error}\n")
         return 2
+    except KeyboardInterrupt:
+        return _INTERRUPTED
 
 
-def _parser() -> Parser:
+def _parser(words: Sequence[str] = ()) -> Parser:
+    """The parser for these words. If they begin with a command, it knows this command alone: that saves time."""
     parser = Parser(prog="lockstep", description="Data-parallel training for PyTorch.", allow_abbrev=False)
     parser.set_defaults(execute=_no_command)
     parser.add_argument("--version", action="version", version=f"lockstep {lockstep.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND")
-    command_line.add_parsers(commands)
-    cluster_command_line.add_parsers(commands)
-    engines_command_line.add_options(commands.choices["run"])
-    checkpoint_command.add_parser(commands)
-    render_command.add_parser(commands)
-    doctor_command.add_parser(commands)
+    chosen = [module for module, *names in _COMMANDS if words and words[0] in names]
+    for module in chosen or [module for module, *_ in _COMMANDS]:
+        importlib.import_module(module).add_parsers(commands)
     return parser
 
 

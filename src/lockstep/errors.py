@@ -3,6 +3,7 @@
 LockstepError
   UsageError       the user's: an argument, a variable or a model that cannot work as given
   PeerError        another worker's: it died, hangs, or left
+  DeviceError      this worker's GPU: it failed, and the process cannot use it any more
   CorruptionError  the hardware's: replicas that must be equal differ
   WorkerError      the function's of lockstep.launch: it failed on a worker
   InvariantError   Lockstep's: a state that its code must never reach
@@ -54,6 +55,15 @@ class PeerError(LockstepError, RuntimeError):
     def copy(self) -> PeerError:
         """Return an equal exception without a traceback, so that the same failure can be raised in several places."""
         return PeerError(str(self), self.ranks, hung=self.hung)
+
+
+class DeviceError(LockstepError, RuntimeError):
+    """Raised if this worker cannot use its GPU any more: the GPU or its driver failed, or a kernel did something illegal.
+
+    CUDA reports such an error again at every later call of the process. Let it end the process: ``lockstep run`` starts another
+    one in its place. If a kernel of the script is the cause, for example an index out of range, the same happens there, and the run
+    ends with this error.
+    """
 
 
 class CorruptionError(LockstepError, RuntimeError):

@@ -12,7 +12,9 @@ import os
 import re
 import socket
 import tempfile
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlparse
@@ -22,6 +24,7 @@ from lockstep.errors import UsageError
 AGENT_STORE = "agent:"
 """The rendezvous of workers whose agent serves their store."""
 COMMS = ("auto", "shm", "twolevel", "gloo", "nccl")
+_building_nccl = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,8 @@ class AgentEndpoint:
     """How many workers this machine starts, if the run may have other machines; else 0."""
     machine: str = ""
     """Names the machine. Workers with equal names share memory. Empty: ``machine_name()``."""
+    records: bool = True
+    """Whether the worker records how its steps pass."""
 
 
 def agent_endpoint(environ: Mapping[str, str] | None = None) -> AgentEndpoint | None:
@@ -132,6 +137,7 @@ def agent_endpoint(environ: Mapping[str, str] | None = None) -> AgentEndpoint | 
         "LOCKSTEP_DEBUG_RANK" in env,
         int(env.get("LOCKSTEP_LOCAL_SIZE", 0)) if "LOCKSTEP_ADDRESS" in env else 0,
         env.get("LOCKSTEP_MACHINE", ""),
+        recording_requested(env),
     )
 
 
@@ -148,6 +154,22 @@ def require_comm(name: str, argument: str) -> str:
     return name
 
 
+def requested_helper_thread(environ: Mapping[str, str] | None = None) -> str:
+    """Returns the value of LOCKSTEP_HELPER_THREAD: "on", "auto", or "off" if it is not set. Raises UsageError for another value."""
+    requested = (os.environ if environ is None else environ).get("LOCKSTEP_HELPER_THREAD", "off")
+    if requested not in ("auto", "on", "off"):
+        raise UsageError(f"LOCKSTEP_HELPER_THREAD={requested!r} is not a choice. Set it to on, off or auto, or unset it.")
+    return requested
+
+
+def recording_requested(environ: Mapping[str, str] | None = None) -> bool:
+    """Returns whether a worker records how its steps pass: unless LOCKSTEP_RECORD is off. Raises UsageError for another value."""
+    requested = (os.environ if environ is None else environ).get("LOCKSTEP_RECORD", "on")
+    if requested not in ("on", "off"):
+        raise UsageError(f"LOCKSTEP_RECORD={requested!r} is not a choice. Set it to off to record nothing, or unset it.")
+    return requested == "on"
+
+
 def patch_requested(environ: Mapping[str, str] | None = None) -> bool:
     """Returns whether LOCKSTEP_DDP is 1: `lockstep run` then calls ``lockstep.patch()``. Must be 0, 1 or empty."""
     requested = (os.environ if environ is None else environ).get("LOCKSTEP_DDP", "")
@@ -159,6 +181,25 @@ def patch_requested(environ: Mapping[str, str] | None = None) -> bool:
 def ask_cublas_to_repeat() -> None:
     """Make cuBLAS deterministic. Must be called before its first use. A value that the user has set is kept."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+@contextmanager
+def no_nccl_watchdog() -> Iterator[None]:
+    """An NCCL group of torch that is built in this context has no thread that may end the process. Other groups are not affected.
+
+    torch reads the variable when a group is built. comm/nccl_connect.py says why it is this one.
+    """
+    name = "TORCH_NCCL_BLOCKING_WAIT"
+    with _building_nccl:
+        before = os.environ.get(name)
+        os.environ[name] = "1"
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = before
 
 
 def machine_name() -> str:
@@ -183,6 +224,11 @@ def machine_label() -> str:
 def gloo_address() -> str:
     """Returns the address on which this worker listens for workers of other machines; empty: no agent has chosen one."""
     return os.environ.get("LOCKSTEP_ADDRESS", "")
+
+
+def nccl_may_share_gpus() -> bool:
+    """Returns whether several ranks of NCCL may use one GPU: NCCL 2.30 and later read this variable."""
+    return os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "0") == "1"
 
 
 def gloo_interfaces() -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -23,16 +24,18 @@ from lockstep.world import World
 from tests.threads import on_threads
 from tests.workers import run_workers
 
-KINDS = ["loopback", "gloo", "shm", "shm with mutexes", "twolevel"]
+KINDS = ["loopback", "gloo", "shm", "shm with mutexes", "shm with helper threads", "twolevel", "twolevel with helper threads"]
 
 
 def in_process(rank: int, size: int, kind: str, body: Callable[..., Any], timeout_s: float) -> Any:
+    os.environ["LOCKSTEP_HELPER_THREAD"] = "on" if kind.endswith("helper threads") else "off"
     if kind == "shm with mutexes":
         comm: Comm = Shm(open_store(World.detect(), timeout_s), rank, size, timeout_s=timeout_s, counters=LockedCounters)
     else:
         # two machines with unequal numbers of workers, both simulated on this machine
-        world = replace(World.detect(), machine="a" if rank <= size // 2 else "b") if kind == "twolevel" else World.detect()
-        comm = open_comm(torch.device("cpu"), world=world, timeout_s=timeout_s, kind=kind)
+        machine = ("a" if rank <= size // 2 else "b") if kind.startswith("twolevel") else ""
+        world = replace(World.detect(), machine=machine)
+        comm = open_comm(torch.device("cpu"), world=world, timeout_s=timeout_s, kind=kind.split()[0])
     assert size == 1 or comm.name == kind.split()[0]
     try:
         return body(comm)
@@ -69,6 +72,25 @@ def reduces(comm: Comm) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_reduce_gives_every_rank_the_same_sum_or_mean(kind: str, size: int) -> None:
     over(kind, size, reduces)
+
+
+def counts_link_time(comm: Comm) -> None:
+    before = comm.link_us()
+    assert before >= 0
+    tensor = comm.buffer(1 << 18, torch.float32, torch.device("cpu"))
+    for _ in range(3):
+        comm.reduce(tensor, "sum", "a sum").wait()
+    after = comm.link_us()
+    assert after >= before
+    if comm.name in ("loopback", "shm"):
+        assert after == 0
+    comm.close()
+    assert comm.link_us() >= after
+
+
+@pytest.mark.parametrize("kind", ["loopback", "gloo", "shm", "twolevel"])
+def test_link_time_never_falls_and_is_0_within_a_machine(kind: str) -> None:
+    over(kind, 3, counts_link_time)
 
 
 def reduces_half_precision(comm: Comm) -> None:
@@ -127,6 +149,23 @@ def exchanges(comm: Comm) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_exchanges(kind: str, size: int) -> None:
     over(kind, size, exchanges)
+
+
+def is_there(comm: Comm) -> None:
+    comm.await_device()
+    tensor = torch.ones(1000)
+    pending = comm.reduce(tensor, "sum", "a sum")
+    pending.wait()
+    comm.await_device()
+    assert torch.equal(tensor, torch.full((1000,), float(comm.size)))
+    comm.barrier()
+    comm.abort("aborted by the test")
+    comm.await_device()  # a result on the host is there, whatever has failed since
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_results_on_the_host_need_no_waiting(kind: str) -> None:
+    over(kind, 2, is_there)
 
 
 def overlaps(comm: Comm) -> None:

@@ -1,7 +1,7 @@
 """The engine on CUDA. Standard unittest, so that it runs where pytest is not installed: tests/gpu/run.py.
 
-NCCL refuses two ranks on one GPU, so NCCL is proven at world size 1, and sizes 2 and 4 share the
-GPU over gloo. Tolerances: fp32 sums in another order, 20 SGD steps: 2e-5 (TF32 is off).
+NCCL with one rank always runs. Sizes 2 and 4 run over gloo, and over NCCL where ranks can meet over it (ranks.py). Tolerances: fp32
+sums in another order, 20 SGD steps: 2e-5 (TF32 is off).
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from torch import Tensor, nn
 
 import lockstep
 from lockstep.comm.torch_group import TorchGroup
+from tests.gpu.ranks import HAS_GPU, sizes_over_nccl, use_gpu, why_no_nccl
 from tests.models import MODELS, batch, build, digest, loss_of, part
 from tests.process.reference import mean_grads, require_grads
 from tests.workers import run_workers
 
-HAS_GPU = torch.cuda.is_available()
 STEPS, SAMPLES = 20, 24
+SHARED = ("mlp", "transformer", "unused", "mixed")
 
 
 def gpu() -> torch.device:
-    return torch.device("cuda", 0)
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def on_gpu(step: int, rank: int = 0, size: int = 1) -> tuple[Tensor, Tensor]:
@@ -42,11 +43,6 @@ def nccl(rank: int = 0, size: int = 1, timeout_s: float = 60.0) -> TorchGroup:
     return TorchGroup(store, rank, size, cuda="nccl", device=gpu(), timeout_s=timeout_s)
 
 
-def exact_math() -> None:
-    torch.backends.cuda.matmul.allow_tf32 = False
-    torch.backends.cudnn.allow_tf32 = False
-
-
 def train(model: nn.Module, rank: int, size: int) -> None:
     opt = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     for step in range(STEPS):
@@ -56,7 +52,7 @@ def train(model: nn.Module, rank: int, size: int) -> None:
 
 
 def nccl_parity(rank: int, size: int, name: str) -> None:
-    exact_math()
+    use_gpu()
     plain = build(name).to(gpu())
     model = copy.deepcopy(plain)
     lockstep.replicate(model, comm=nccl(), bucket_mb=0.001)
@@ -68,19 +64,30 @@ def nccl_parity(rank: int, size: int, name: str) -> None:
         assert digest(model) == digest(plain)
 
 
-def shared_gpu(rank: int, size: int, name: str) -> tuple[bytes, dict[str, Tensor]]:
-    exact_math()
-    model = lockstep.replicate(build(name, seed=rank).to(gpu()), bucket_mb=0.001, timeout_s=60)
-    assert lockstep.replica_of(model).comm.name == "gloo"
-    train(model, rank, size)
-    return digest(model), {k: v.cpu() for k, v in model.state_dict().items()}
+Trained = dict[str, tuple[bytes, dict[str, Tensor]]]
 
 
-def alone(rank: int, size: int, name: str) -> dict[str, Tensor]:
-    exact_math()
-    model = build(name).to(gpu())
-    train(model, 0, 1)
-    return {k: v.cpu() for k, v in model.state_dict().items()}
+def together(rank: int, size: int, carrier: str) -> Trained:
+    """Train the models of SHARED on all ranks. Returns the digest and the weights of each."""
+    use_gpu()
+    found = {}
+    for name in SHARED:
+        model = lockstep.replicate(build(name, seed=rank).to(gpu()), comm=carrier, bucket_mb=0.001, timeout_s=60)
+        assert lockstep.replica_of(model).comm.name == carrier
+        train(model, rank, size)
+        found[name] = digest(model), {k: v.cpu() for k, v in model.state_dict().items()}
+        lockstep.replica_of(model).close()
+    return found
+
+
+def alone(rank: int, size: int) -> Trained:
+    use_gpu()
+    found = {}
+    for name in SHARED:
+        model = build(name).to(gpu())
+        train(model, 0, 1)
+        found[name] = digest(model), {k: v.cpu() for k, v in model.state_dict().items()}
+    return found
 
 
 class Both(nn.Module):
@@ -95,9 +102,9 @@ class Both(nn.Module):
         return self.device(torch.tanh(self.host(x)).to(gpu())).cpu() + self.host(x)[:, :4]
 
 
-def two_devices(rank: int, size: int) -> None:
-    exact_math()
-    model = lockstep.replicate(Both(), timeout_s=60)
+def two_devices(rank: int, size: int, carrier: str) -> None:
+    use_gpu()
+    model = lockstep.replicate(Both(), comm=carrier, timeout_s=60)
     for step in range(4):
 
         def backward(m: nn.Module, r: int, step: int = step) -> None:
@@ -110,9 +117,9 @@ def two_devices(rank: int, size: int) -> None:
         require_grads(model, expected)
 
 
-def branches(rank: int, size: int) -> None:
-    exact_math()
-    model = lockstep.replicate(build("unused").to(gpu()), timeout_s=60)
+def branches(rank: int, size: int, carrier: str) -> None:
+    use_gpu()
+    model = lockstep.replicate(build("unused").to(gpu()), comm=carrier, timeout_s=60)
     for step in range(4):
         users = {0: [1], 1: [0], 2: [], 3: [0, 1]}[step]
 
@@ -126,8 +133,9 @@ def branches(rank: int, size: int) -> None:
         require_grads(model, expected)
 
 
-def amp_and_accumulation(rank: int, size: int) -> bytes:
-    model = lockstep.replicate(build("transformer").to(gpu()), timeout_s=60)
+def amp_and_accumulation(rank: int, size: int, carrier: str) -> bytes:
+    use_gpu()
+    model = lockstep.replicate(build("transformer").to(gpu()), comm=carrier, timeout_s=60)
     opt = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     scaler = torch.amp.GradScaler("cuda")
     for step in range(6):
@@ -146,7 +154,7 @@ def amp_and_accumulation(rank: int, size: int) -> bytes:
 
 
 def one_copy_per_bucket(rank: int, size: int) -> None:
-    model = lockstep.replicate(build("transformer").to(gpu()), comm=nccl(), bucket_mb=0.004)
+    model = lockstep.replicate(build("transformer").to(gpu()), comm="gloo", bucket_mb=0.004)  # a rank that is alone has no buckets
     for step in range(2):
         loss_of(model, *on_gpu(step)).backward()
         model.zero_grad()
@@ -176,37 +184,57 @@ def stuck_stream(rank: int, size: int) -> str:
 
 
 @unittest.skipUnless(HAS_GPU, "no NVIDIA GPU on this machine")
-class OnOneGPU(unittest.TestCase):
+class OneRank(unittest.TestCase):
     def test_one_rank_over_nccl_equals_the_bare_model(self) -> None:
         for name in MODELS:
             with self.subTest(name):
                 run_workers(nccl_parity, 1, name, deadline_s=120)
 
-    def test_ranks_that_share_the_gpu_over_gloo_equal_one_process(self) -> None:
-        for name in ("mlp", "transformer", "unused", "mixed"):
-            (expected,) = run_workers(alone, 1, name, deadline_s=120)
-            for size in (2, 4):
-                with self.subTest(f"{name} on {size}"):
-                    results = run_workers(shared_gpu, size, name, deadline_s=180)
-                    self.assertEqual(len({d for d, _ in results}), 1, "replicas must be identical")
-                    for key, value in expected.items():
-                        torch.testing.assert_close(results[0][1][key], value, atol=5e-5, rtol=5e-5)
-
-    def test_parameters_on_host_and_gpu_in_one_model(self) -> None:
-        run_workers(two_devices, 2, deadline_s=120)
-
-    def test_parameters_unused_on_some_ranks(self) -> None:
-        run_workers(branches, 2, deadline_s=120)
-
-    def test_autocast_grad_scaler_and_accumulation_keep_replicas_identical(self) -> None:
-        self.assertEqual(len(set(run_workers(amp_and_accumulation, 2, deadline_s=120))), 1)
-
     def test_gradients_enter_a_bucket_in_one_multi_tensor_copy(self) -> None:
-        run_workers(one_copy_per_bucket, 1, deadline_s=120)
+        run_workers(one_copy_per_bucket, 2, deadline_s=120)
 
     def test_a_collective_that_does_not_end_is_reported_after_the_timeout(self) -> None:
         message: Any = run_workers(stuck_stream, 1, deadline_s=120)[0]
         self.assertIn("bucket 3 of step 41", message)
+
+
+class SeveralRanks:
+    """What holds whatever carries the gradients."""
+
+    carrier: str
+
+    def test_several_ranks_equal_one_process(self: Any) -> None:
+        (expected,) = run_workers(alone, 1, deadline_s=120)
+        for size in (2, 4) if self.carrier == "gloo" else sizes_over_nccl():
+            results = run_workers(together, size, self.carrier, deadline_s=240)
+            for name in SHARED:
+                with self.subTest(f"{name} on {size}"):
+                    self.assertEqual(len({found[name][0] for found in results}), 1, "replicas must be identical")
+                    for key, value in expected[name][1].items():
+                        torch.testing.assert_close(results[0][name][1][key], value, atol=5e-5, rtol=5e-5)
+
+    def test_parameters_on_host_and_gpu_in_one_model(self) -> None:
+        run_workers(two_devices, 2, self.carrier, deadline_s=120)
+
+    def test_parameters_unused_on_some_ranks(self) -> None:
+        run_workers(branches, 2, self.carrier, deadline_s=120)
+
+    def test_autocast_grad_scaler_and_accumulation_keep_replicas_identical(self: Any) -> None:
+        self.assertEqual(len(set(run_workers(amp_and_accumulation, 2, self.carrier, deadline_s=120))), 1)
+
+
+@unittest.skipUnless(HAS_GPU, "no NVIDIA GPU on this machine")
+class OverGloo(SeveralRanks, unittest.TestCase):
+    carrier = "gloo"
+
+
+@unittest.skipUnless(HAS_GPU, "no NVIDIA GPU on this machine")
+class OverNccl(SeveralRanks, unittest.TestCase):
+    carrier = "nccl"
+
+    def setUp(self) -> None:
+        if reason := why_no_nccl(2):
+            self.skipTest(reason)
 
 
 if __name__ == "__main__":

@@ -18,11 +18,11 @@ SCRIPTS = ROOT / "tests" / "scripts"
 
 
 class EpochsRun(LaunchedRun):
-    """One run of a script; ``settings`` become its EPOCHS_* variables."""
+    """One run of a script; ``options`` are those of `lockstep run`, and ``settings`` become EPOCHS_* variables of the script."""
 
-    def __init__(self, script: str, folder: Path, workers: int, **settings: Any) -> None:
+    def __init__(self, script: str, folder: Path, workers: int, *options: str, **settings: Any) -> None:
         env = {"OMP_NUM_THREADS": "1", **{f"EPOCHS_{name.upper()}": str(value) for name, value in settings.items()}}
-        super().__init__(SCRIPTS / script, "--hang-timeout", "5", folder=folder, workers=workers, env=env)
+        super().__init__(SCRIPTS / script, "--hang-timeout", "5", *options, folder=folder, workers=workers, env=env)
 
     def wait_for_step(self, step: int) -> None:
         note = self.folder / "step"

@@ -99,7 +99,7 @@ assert {weights for _, weights in disturbed} == {alone[0][1]}, (alone, disturbed
         workers=0,
     )
     assert run.wait() == 0, run.dump()
-    assert "died (SIGKILL)" in run.stderr()
+    assert "died: SIGKILL. 1 worker goes on; a replacement is starting." in run.stderr()
     assert run.stdout() == "trained on rank 0\n" * 2
 
 
@@ -160,6 +160,6 @@ def test_it_works_in_a_notebook(tmp_path: Path) -> None:
         return "".join(each["text"] for each in outputs if each.get("name") == name)
 
     assert shown(trained, "stdout") == "trained on rank 0\ntrained on rank 0\nTrue\n", trained
-    assert "died (SIGKILL)" in shown(trained, "stderr")
+    assert "died: SIGKILL. 1 worker goes on" in shown(trained, "stderr")
     assert (failed[-1]["ename"], "ZeroDivisionError: division by zero" in failed[-1]["evalue"]) == ("WorkerError", True), failed[-1]
     assert last[-1]["data"]["text/plain"] == "[42, 42]", last

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from lockstep.comm import gloo_devices
 from lockstep.comm.connections import Connections
 from lockstep.comm.gloo_devices import build_gloo
 from lockstep.comm.store import AbortableStore, StoreWaitError, open_store
+from lockstep.errors import PeerError
 from lockstep.world import World
 from tests.workers import WorkerProcesses
 
@@ -69,3 +71,14 @@ def test_a_member_that_dies_while_the_group_is_built_does_not_hold_the_other_one
     message = outcomes[1 - victim].value
     assert message is not None, outcomes[1 - victim]
     assert any(text in message for text in ("did not connect", "was aborted while its members connected", "had connected before"))
+
+
+def test_without_an_agent_a_member_that_does_not_connect_is_a_lost_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("Gloo connectFullMesh failed with Connection closed by peer\na C++ stack")
+
+    monkeypatch.setattr(gloo_devices, "_new_group", fail)
+    with pytest.raises(PeerError, match=r"did not connect to rank 0 over gloo .*Connection closed by peer.*log") as caught:
+        build_gloo(dist.HashStore(), 0, 1, connections := Connections())
+    assert "C++ stack" not in str(caught.value)
+    connections.cut()

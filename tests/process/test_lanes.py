@@ -19,6 +19,7 @@ from torch.utils.data import TensorDataset
 import lockstep
 from lockstep.comm.base import Comm
 from lockstep.comm.plain_state import digest, flatten
+from lockstep.gradients import lane_buffers
 from tests.lane_jobs import BATCH, LANES, SAMPLES, SCENARIOS, Dropping, Stream, dataset, scenario, sgd, train
 from tests.models import MLP
 from tests.threads import on_threads
@@ -37,13 +38,14 @@ def alone() -> Callable[[str], str]:
     return ask
 
 
+@pytest.mark.parametrize("helper", ["off", "on"])
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_3_workers_over_shared_memory_end_with_the_bits_of_1(name: str, alone: Callable[[str], str]) -> None:
-    assert set(run_workers(scenario, 3, name)) == {alone(name)}
+def test_3_workers_over_shared_memory_end_with_the_bits_of_1(name: str, helper: str, alone: Callable[[str], str]) -> None:
+    assert set(run_workers(scenario, 3, name, env={"LOCKSTEP_HELPER_THREAD": helper})) == {alone(name)}
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
-@pytest.mark.parametrize("name", ["mlp", "cnn", "transformer"])
+@pytest.mark.parametrize("name", ["mlp", "cnn", "transformer", "widened"])
 def test_2_4_and_8_workers_end_with_the_bits_of_1(name: str, size: int, alone: Callable[[str], str]) -> None:
     assert set(run_workers(scenario, size, name)) == {alone(name)}
 
@@ -59,11 +61,13 @@ def on_two_machines(rank: int, size: int, name: str) -> str:
     return scenario(rank, size, name)
 
 
-def test_two_levels_give_the_same_bits(alone: Callable[[str], str]) -> None:
-    assert set(run_workers(on_two_machines, 3, "cnn", env={"LOCKSTEP_COMM": "twolevel"})) == {alone("cnn")}
+@pytest.mark.parametrize("helper", ["off", "on"])
+def test_two_levels_give_the_same_bits(helper: str, alone: Callable[[str], str]) -> None:
+    env = {"LOCKSTEP_COMM": "twolevel", "LOCKSTEP_HELPER_THREAD": helper}
+    assert set(run_workers(on_two_machines, 3, "cnn", env=env)) == {alone("cnn")}
 
 
-@pytest.mark.parametrize("name", ["mlp", "cnn"])
+@pytest.mark.parametrize("name", ["mlp", "cnn", "widened"])
 def test_loopback_gives_the_same_bits(name: str, alone: Callable[[str], str]) -> None:
     """Ranks as threads. They share this process's generators: nothing here draws from them after the models are built."""
     torch.set_num_threads(1)
@@ -75,6 +79,50 @@ def test_loopback_gives_the_same_bits(name: str, alone: Callable[[str], str]) ->
         return train(model, *objects, comm=comm, **options)
 
     assert set(on_threads(4, body)) == {alone(name)}
+
+
+class Constants(torch.nn.Module):
+    """Has buffers of every kind that a lane leaves as they are, changes always, or changes sometimes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = MLP()
+        self.register_buffer("constant", torch.full((3,), 0.1))
+        self.register_buffer("rotations", torch.full((2,), 0.1 + 0.7j))
+        self.register_buffer("counter", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("sometimes", torch.full((4,), 0.3, dtype=torch.bfloat16))
+        self.register_buffer("table", torch.linspace(0, 1, 40_000))  # not small
+        self.register_buffer("codes", torch.linspace(0, 1, 40_000))
+        self.register_buffer("nothing", torch.zeros(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.counter += len(x)
+        self.codes.data[: len(x)].add_(x[:, 0])  # without a new version number
+        if x[0, 0] > 1:
+            self.sometimes += x[0, :4]
+        return self.body(x)
+
+
+def buffers_of(rank: int, size: int, name: str, on_device: bool) -> dict[str, Any]:
+    if on_device:
+        lane_buffers._is_on_device = lambda tensor: True
+    torch.manual_seed(11)
+    if name != "constants":
+        return {"digest": scenario(rank, size, name)}
+    model = Constants()
+    digest_ = train(model, sgd(model))
+    return {"digest": digest_, **{k: v.tolist() for k, v in model.named_buffers() if v.numel() < 5}}
+
+
+@pytest.mark.parametrize("name", ["constants", "cnn", "noisy"])
+def test_buffers_on_a_gpu_get_the_bits_of_buffers_on_the_host(name: str) -> None:
+    (expected,) = run_workers(buffers_of, 1, name, False)
+    if name == "constants":
+        assert expected["counter"] > 0
+        assert expected["constant"] == torch.full((3,), 0.1).tolist()
+        assert expected["sometimes"] != torch.full((4,), 0.3, dtype=torch.bfloat16).tolist()
+    for size in (1, 2, 3):
+        assert run_workers(buffers_of, size, name, True) == [expected] * size
 
 
 def loosely(rank: int, size: int) -> tuple[str, list[Tensor]]:
@@ -90,6 +138,33 @@ def test_without_exact_replicas_are_identical_and_close_to_one_process() -> None
     assert len({result for result, _ in results}) == 1
     for ours, theirs in zip(results[0][1], alone_, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
+def average_in(rank: int, size: int, reduce_dtype: torch.dtype | None, exact: bool) -> tuple[Tensor, Tensor]:
+    """Returns the averaged gradient of one step in bfloat16, and its exact value."""
+    lanes, width = 64, 500
+    model = torch.nn.Linear(width, 1, bias=False).bfloat16()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = lockstep.Run(model, optimizer, lanes=lanes, exact=exact, reduce_dtype=reduce_dtype)
+    data = torch.randn(lanes, width, generator=torch.Generator().manual_seed(5)).bfloat16() + 1
+    for x in run.shard(data, global_batch=lanes):  # the gradient of each lane is its sample, to the bit
+        model(x).sum().backward()
+        if run.averaged:
+            assert model.weight.grad is not None
+            found = model.weight.grad.double().squeeze()
+        optimizer.step()
+    run.close()
+    return found, data.double().mean(0)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_with_reduce_dtype_the_average_is_rounded_once(exact: bool) -> None:
+    results = run_workers(average_in, 2, torch.float32, exact)
+    for found, true in results:
+        assert torch.equal(found, true.float().bfloat16().double())
+    for found, true in run_workers(average_in, 2, None, exact):
+        ours = (results[0][0] - true).norm()
+        assert (found - true).norm() > 1.5 * ours > 0
 
 
 def sums(rank: int, size: int) -> list[str]:

@@ -99,6 +99,22 @@ def test_sigterm_saves_and_exits_with_0_and_the_same_command_resumes(
     assert f"resumed at step {step} from {checkpoints}" in second.output()
 
 
+def test_a_worker_dies_in_the_step_that_sigterm_ends_and_not_all_notice_it_at_the_same_place(
+    expected: str, train: Callable[..., TrainingRun], tmp_path: Path
+) -> None:
+    checkpoints = tmp_path / "checkpoints"
+    options = {"checkpoint": checkpoints, "every": "10h", "hold_at": 11, "die_in": "exchange"}
+    first = train(3, *PATIENT, "--no-respawn", folder="first", **options)
+    first.wait_for_step(11)
+    first.process.send_signal(signal.SIGTERM)
+    assert first.wait(15) == 0, first.dump()
+    assert (first.folder / "died-in-exchange").exists()
+    (step,) = saved_steps(checkpoints)
+    assert f"stopped by SIGTERM at step {step}, which is saved" in first.output()
+    second = train(2, *PATIENT, folder="second", checkpoint=checkpoints, every="10h")
+    assert second.result() == expected
+
+
 def test_sigterm_to_every_process_saves_too(expected: str, train: Callable[..., TrainingRun], tmp_path: Path) -> None:
     """A batch system sends it to the workers and their loaders, not through the agent."""
     checkpoints = tmp_path / "checkpoints"

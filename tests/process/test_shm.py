@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import resource
@@ -22,15 +23,18 @@ import torch
 
 import lockstep
 from lockstep.comm.counters import LockedCounters, PlainCounters, counters_for
+from lockstep.comm.free_cores import cpu_quota
 from lockstep.comm.open_comm import open_comm
 from lockstep.comm.segment import Segment, SegmentError, free_bytes
 from lockstep.comm.shared_bucket import SharedBucket, slice_of
 from lockstep.errors import InvariantError
-from lockstep.world import World, requested_comm
+from lockstep.world import World, requested_comm, requested_helper_thread
 from tests.models import MLP, batch, digest, loss_of, part
+from tests.waiting import wait_until
 from tests.workers import WorkerProcesses, leave_note, run_workers
 
 CPU = torch.device("cpu")
+HELPERS = ["off", "on"]  # values of LOCKSTEP_HELPER_THREAD
 
 
 def trained(model: torch.nn.Module, rank: int, size: int, steps: int = 4) -> bytes:
@@ -88,9 +92,10 @@ def test_shm_across_machines_is_refused() -> None:
     assert all("these 2 are on 2" in message for message in run_workers(refused, 2))
 
 
+@pytest.mark.parametrize("helper", HELPERS)
 @pytest.mark.parametrize("machines", ["aabbb", "aaab", "abcab"])
-def test_two_level_machines_of_unequal_numbers_of_workers(machines: str) -> None:
-    results = run_workers(chosen, len(machines), machines, None)
+def test_two_level_machines_of_unequal_numbers_of_workers(machines: str, helper: str) -> None:
+    results = run_workers(chosen, len(machines), machines, None, env={"LOCKSTEP_HELPER_THREAD": helper})
     assert len({d for _, d in results}) == 1
     # the result differs from that of one process only by the order of additions; tests/contract tests the values
 
@@ -181,10 +186,11 @@ def crash(rank: int, size: int, how: str) -> None:
         trained(model, rank, size, 2)
 
 
+@pytest.mark.parametrize("helper", HELPERS)
 @pytest.mark.parametrize("how", ["one", "all"])
-def test_no_file_remains_after_kill_9(how: str, tmp_path: Path) -> None:
+def test_no_file_remains_after_kill_9(how: str, helper: str, tmp_path: Path) -> None:
     before = set(os.listdir("/dev/shm"))
-    run_workers(crash, 3, how, check=False, env={"TMPDIR": str(tmp_path)})
+    run_workers(crash, 3, how, check=False, env={"TMPDIR": str(tmp_path), "LOCKSTEP_HELPER_THREAD": helper})
     assert not {name for name in set(os.listdir("/dev/shm")) - before if "lockstep" in name}
     assert list(tmp_path.iterdir()) == []
 
@@ -256,8 +262,9 @@ def stale(rank: int, size: int) -> Any:
             return "undisturbed"
 
 
-def test_a_stale_worker_that_wakes_up_cannot_write_into_a_later_generation() -> None:
-    fleet = WorkerProcesses(stale, 3, (), {})
+@pytest.mark.parametrize("helper", HELPERS)
+def test_a_stale_worker_that_wakes_up_cannot_write_into_a_later_generation(helper: str) -> None:
+    fleet = WorkerProcesses(stale, 3, (), {"LOCKSTEP_HELPER_THREAD": helper})
     fleet.wait_for_notes("ready-0", "ready-2")
     fleet.kill(1, signal.SIGCONT)
     outcomes = fleet.collect(deadline_s=40)
@@ -278,8 +285,9 @@ def die_while_others_wait(rank: int, size: int) -> tuple[float, tuple[int, ...]]
     return time.monotonic() - began, caught.value.ranks
 
 
-def test_a_death_is_noticed_long_before_the_timeout() -> None:
-    outcomes = run_workers(die_while_others_wait, 4, check=False)
+@pytest.mark.parametrize("helper", HELPERS)
+def test_a_death_is_noticed_long_before_the_timeout(helper: str) -> None:
+    outcomes = run_workers(die_while_others_wait, 4, check=False, env={"LOCKSTEP_HELPER_THREAD": helper})
     for rank in (0, 2, 3):
         took_s, ranks = outcomes[rank].value
         assert ranks == (1,)
@@ -301,8 +309,9 @@ def many_workers(rank: int, size: int) -> float:
     return bucket[0].item()
 
 
-def test_32_workers_on_few_cores() -> None:
-    assert len(set(run_workers(many_workers, 32, deadline_s=120))) == 1
+@pytest.mark.parametrize("helper", HELPERS)
+def test_32_workers_on_few_cores(helper: str) -> None:
+    assert len(set(run_workers(many_workers, 32, deadline_s=120, env={"LOCKSTEP_HELPER_THREAD": helper}))) == 1
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 32])
@@ -355,3 +364,72 @@ def test_a_bucket_that_is_in_flight_is_not_used_again() -> None:
     other.publish_reduced()
     assert mine.is_reduced()
     mine.deposit()
+
+
+# -- the helper thread -----------------------------------------------------------------------------------
+
+
+def helpers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("lockstep-fold")]
+
+
+def folds_elsewhere(rank: int, size: int, how: str) -> None:
+    """The main thread issues reductions, asks for progress once, and then only looks."""
+    comm = open_comm(CPU, timeout_s=20, kind="shm")
+    buckets = [comm.buffer(300_000, torch.float32, CPU) for _ in range(3)]
+    for step in range(4):
+        pending = []
+        for bucket in buckets:
+            bucket.fill_(rank + step)
+            pending.append(comm.reduce(bucket, "sum", "a bucket"))
+        comm.progress()
+        wait_until(lambda: all(one.done() for one in pending), "the helper threads have added everything", 20)  # noqa: B023
+        for bucket, one in zip(buckets, pending, strict=True):
+            one.wait()
+            assert bool((bucket == sum(range(size)) + step * size).all())
+    assert len(helpers()) == 1
+    if rank == 0:
+        comm.reduce(buckets[0], "sum", "half a bucket")
+        comm.progress()  # the helper thread waits for the others, and they do not come
+    if how == "close":
+        comm.close()
+        assert not helpers()
+    elif how == "abort":
+        comm.abort("told to by the test")
+        wait_until(lambda: not helpers(), "the helper thread has ended", 10)
+    else:
+        del comm, pending, one
+        gc.collect()
+        wait_until(lambda: not helpers(), "the helper thread has ended", 10)
+
+
+@pytest.mark.parametrize("how", ["close", "abort", "drop"])
+def test_a_helper_thread_adds_while_the_main_thread_is_elsewhere_and_ends_with_the_comm(how: str) -> None:
+    run_workers(folds_elsewhere, 3, how, env={"LOCKSTEP_HELPER_THREAD": "on"})
+
+
+def counted_helpers(rank: int, size: int, threads: int) -> int:
+    torch.set_num_threads(threads)
+    comm = open_comm(CPU, timeout_s=20, kind="shm")
+    assert not helpers(), "the script may yet set its number of threads"
+    bucket = comm.buffer(100_000, torch.float32, CPU)
+    comm.reduce(bucket, "sum", "a bucket").wait()
+    found = len(helpers())
+    comm.close()
+    return found
+
+
+def test_there_is_a_helper_thread_only_if_every_worker_has_a_core_for_it() -> None:
+    cores = len(os.sched_getaffinity(0))
+    auto = {"LOCKSTEP_HELPER_THREAD": "auto"}
+    assert set(run_workers(counted_helpers, 2, cores, env=auto)) == {0}
+    assert set(run_workers(counted_helpers, 2, 1, env=auto)) == {int(min(cores, cpu_quota()) >= 4)}
+    assert set(run_workers(counted_helpers, 2, 1)) == {0}
+    assert set(run_workers(counted_helpers, 2, cores, env={"LOCKSTEP_HELPER_THREAD": "on"})) == {1}
+
+
+def test_the_variable_has_three_values() -> None:
+    assert requested_helper_thread({}) == "off"
+    assert requested_helper_thread({"LOCKSTEP_HELPER_THREAD": "auto"}) == "auto"
+    with pytest.raises(lockstep.UsageError, match=r"LOCKSTEP_HELPER_THREAD='1' is not a choice\. Set it to on, off or auto"):
+        requested_helper_thread({"LOCKSTEP_HELPER_THREAD": "1"})

@@ -29,6 +29,17 @@ def test_a_worker_killed_in_any_gap_of_a_step_costs_nothing(gap: str, expected: 
     assert (run.folder / f"died-in-{gap}").exists()
 
 
+def test_a_worker_killed_while_gradients_are_added_in_another_dtype_costs_nothing(
+    train: Callable[..., TrainingRun],
+) -> None:
+    expected = train(0, folder="alone", halves=1).result()
+    run = train(3, "--ledger", die_in="bucket", hold_at=40, halves=1)
+    run.wait_for_generation(2)
+    run.hurry()
+    run.require_undisturbed(expected)
+    assert (run.folder / "died-in-bucket").exists()
+
+
 def test_survivors_keep_their_processes_and_a_replacement_joins(expected: str, train: Callable[..., TrainingRun]) -> None:
     run = train(3, "--ledger", hold_at=10)
     run.wait_for_generation()
@@ -57,6 +68,19 @@ def test_survivors_continue_within_a_second_of_a_death(expected: str, train: Cal
     run.require_undisturbed(expected)
 
 
+def test_a_worker_dies_while_another_leaves_and_not_all_notice_it_at_the_same_place(
+    expected: str, train: Callable[..., TrainingRun]
+) -> None:
+    run = train(4, "--ledger", "--no-respawn", die_in="exchange", hold_at=10)
+    run.wait_for_generation()
+    run.kill(3, signal.SIGTERM)
+    run.wait_until(lambda: run.generations()[-1] == [0, 2], "workers 0 and 2 continue")
+    run.hurry()
+    run.require_undisturbed(expected)
+    assert (run.folder / "died-in-exchange").exists()
+    assert run.generations() == [[0, 1, 2, 3], [0, 2]]
+
+
 def test_without_respawn_the_survivors_finish_alone(expected: str, train: Callable[..., TrainingRun]) -> None:
     run = train(2, "--ledger", "--no-respawn", hold_at=10)
     run.wait_for_generation()
@@ -79,7 +103,7 @@ def test_a_stopped_worker_is_named_killed_and_replaced(expected: str, train: Cal
     # The worker was stopped in a step, or on its way to it.
     reason = r"(worker \d waited for it|it did not leave generation 0)"
     assert re.search(rf"worker 2 \(rank 2, pid \d+\) hangs and is killed: {reason}", run.output()), run.dump()
-    assert re.search(r"worker 2 \(pid \d+\) hung and was killed; 2 workers continue, generation 1", run.output()), run.dump()
+    assert re.search(r"worker 2 \(pid \d+\) hung and was killed\. 2 workers go on; ", run.output()), run.dump()
     assert "stack.txt" in run.output()
 
 

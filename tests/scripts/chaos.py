@@ -6,7 +6,7 @@ killed in step 6, when it has "logged" or "stepped". The loop is slow until a fi
 each micro-batch sleeps, and CHAOS_HOLD_AT is a step that waits for the file. raise-<worker>: the worker raises. slow-<worker>:
 the worker sleeps once.
 
-It writes pid-<worker>, step (the last one that rank 0 has committed), logged.jsonl (what on_log got),
+It writes pid-<worker>, step (the last one that rank 0 has committed), logged.jsonl (what on_log got), metrics.csv of the tracker,
 seen-<worker>.jsonl (run.logged after each step), open-<worker>.jsonl (how many descriptors are open after each loop), and
 done-<worker>, a digest of each part of its state.
 """
@@ -80,6 +80,7 @@ run = lockstep.Run(
     verify_every=3,
     log_every=4,
     on_log=lambda step, values: append("logged.jsonl", [step, exact(values)]),
+    track=["csv"],
 )
 ema, is_member = Average(model), False
 run.register("ema", ema)

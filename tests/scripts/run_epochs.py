@@ -16,7 +16,7 @@ from tests.lane_jobs import BATCH, Augmented
 
 def stall() -> None:
     until = int(os.environ.get("EPOCHS_STALL_UNTIL", "0"))
-    while int(worker) > 2 and int(Path("step").read_text() or 0) < until:
+    while until and int(worker) > 2 and int(Path("step").read_text() or 0) < until:
         time.sleep(0.01)
     while until and run.step == 15 and not Path("ran-3").exists():
         time.sleep(0.01)

@@ -186,11 +186,9 @@ def test_a_newcomer_prepares_recalls_passes_and_is_dismissed(agent: FakeAgent) -
             newcomer.recall(5)
     member.enter_stage(2)
     wait_until(lambda: {"type": "stage", "stage": 2} in agent.received, "the agent knows the stage", 5.0)
-    assert agent.received == [
-        {"type": "join", "most": 4, "stage": -1},
-        {"type": "join", "stage": 0},
-        {"type": "stage", "stage": 2},
-    ]
+    of_newcomer = [packet for packet in agent.received if packet["type"] == "join"]  # the two links are read in any order
+    assert of_newcomer == [{"type": "join", "most": 4, "stage": -1, "gpu": ""}, {"type": "join", "stage": 0}]
+    assert len(agent.received) == 3
 
 
 def test_results_beyond_the_limit_are_not_kept_and_that_is_said_once() -> None:

@@ -250,6 +250,8 @@ def test_a_checkpoint_of_another_model_or_run_is_refused(tmp_path: Path) -> None
     sched = torch.optim.lr_scheduler.CosineAnnealingLR(opt, 20)
     with pytest.raises(UsageError, match="was made with lanes=4, this run has lanes=2"):
         lockstep.Run(model, opt, sched, lanes=2, checkpoint=tmp_path)
+    with pytest.raises(UsageError, match=r"reduce_dtype=None, this run has reduce_dtype='torch\.float64'"):
+        lockstep.Run(model, opt, sched, lanes=4, checkpoint=tmp_path, reduce_dtype=torch.float64)
     with pytest.raises(UsageError, match="Run with AdamW, CosineAnnealingLR; this Run has AdamW"):
         lockstep.Run(model, opt, lanes=4, checkpoint=tmp_path)
     with lockstep.Run(model, opt, sched, lanes=4, checkpoint=tmp_path) as run:

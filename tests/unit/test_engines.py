@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +14,7 @@ from lockstep.engines.attached_agent import with_launch_address
 from lockstep.engines.hostlist import expand
 from lockstep.engines.ray_placement import bundle, needs_of_worker, workers_per_agent
 from lockstep.engines.route import listen_host, source_address, without_loopback
-from lockstep.engines.slurm import allocation, srun_command, workers_per_node
+from lockstep.engines.slurm import allocation, srun_command, was_stopped, workers_per_node
 from lockstep.engines.ssh import Host, agent_start, parse_hosts
 from lockstep.errors import UsageError
 
@@ -168,3 +170,10 @@ def test_options_that_cannot_work_together_are_refused(
     said = capfd.readouterr().err
     assert words in said
     assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(("lines", "requeued"), [([], True), ([{"kind": "stop requested", "kill": False}], False)])
+def test_a_run_that_a_person_has_stopped_is_not_requeued(tmp_path: Path, lines: list[dict[str, Any]], requeued: bool) -> None:
+    end = {"kind": "end", "code": 0, "stopped_after": 40}
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*lines, end]))
+    assert was_stopped(tmp_path) is requeued

@@ -37,6 +37,18 @@ def test_a_replacement_gets_the_number_of_a_lost_worker() -> None:
     assert ranks.assign([4, 5]) == {4: 1, 5: 3}
 
 
+def test_spares_share_the_numbers_of_members_and_are_spread_over_them() -> None:
+    ranks = LocalRanks()
+    ranks.assign([0, 1, 2, 3])
+    assert ranks.assign_to_spares([4, 5]) == {4: 0, 5: 1}
+    ranks.release(2)
+    assert ranks.assign([6]) == {6: 2}, "a replacement uses the GPU of the lost worker"
+    ranks.release(0)
+    assert ranks.assign_to_spares([7]) == {7: 0}, "spare 4 has taken the place of worker 0"
+    assert ranks.assign([8]) == {8: 4}, "the run was scaled up"
+    assert ranks.count == 5
+
+
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     for name in ("RANK", "LOCAL_RANK"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -223,16 +224,15 @@ def test_people_are_told_who_joined_left_or_died_and_how_many_workers_there_are(
     assert actions == [Form(0, (0, 1, 2))]
     state, actions = play_all(state, Died(1, "SIGKILL"), Ready(0, 0), Ready(2, 0))
     assert [action.text for action in actions if isinstance(action, Report)] == [
-        "worker 3 starts to replace worker 1",
-        "worker 1 (pid 101) died (SIGKILL); 2 workers continue, generation 1",
+        "worker 1 (pid 101) died: SIGKILL. 2 workers go on; a replacement is starting",
     ]
     joined, actions = play_all(state, newcomer(3, pid=103), Ready(0, 1), Ready(2, 1))
-    assert Report("worker 3 (pid 103) joined; 3 workers, generation 2") in actions
+    assert Report("worker 3 (pid 103) joined. 3 workers, generation 2") in actions
     assert reports(joined, LeaveRequested(2), Ready(0, 2), Ready(2, 2), Ready(3, 2)) == [
-        "worker 2 (pid 102) left; 2 workers continue, generation 3"
+        "worker 2 (pid 102) left. 2 workers, generation 3"
     ]
     both = (ScaleRequested(4), newcomer(4), LeaveRequested(0), Ready(0, 2), Ready(2, 2), Ready(3, 2))
-    assert reports(joined, *both) == ["worker 0 (pid 100) left, worker 4 joined; 3 workers, generation 3"]
+    assert reports(joined, *both) == ["worker 0 (pid 100) left, worker 4 joined. 3 workers, generation 3"]
 
 
 def test_a_worker_that_has_announced_its_work_is_not_killed_before_its_limit() -> None:
@@ -271,14 +271,14 @@ def test_people_are_told_of_hung_workers_lost_connections_and_exhausted_respawns
     hung = PeersLost(0, 0, (1,), hung=True, why="rank 1 is late")
     assert (
         reports(running(2), hung, Ready(0, 0), Died(1, "SIGKILL"))[-1]
-        == "worker 1 hung and was killed; 1 worker continues, generation 1"
+        == "worker 1 hung and was killed. 1 worker goes on; a replacement is starting"
     )
     lost = PeersLost(0, 0, (1,), why="connection reset")
     assert reports(running(2), lost, Ready(0, 0), Ready(1, 0)) == [
-        "worker 0 lost its peers: connection reset; 2 workers continue, generation 1"
+        "worker 0 lost its peers: connection reset. 2 workers, generation 1"
     ]
-    limit = "worker 1 is not replaced: --max-respawns allows 0 replacements in 5 minutes; 1 worker continues"
-    assert reports(running(2, Policy(max_respawns=0)), Died(1, "SIGKILL")) == [limit]
+    limit = "no replacement is started: --max-respawns allows 0 replacements in 5 minutes"
+    assert reports(running(2, Policy(max_respawns=0)), Died(1, "SIGKILL")) == [f"worker 1 died: SIGKILL. 1 worker goes on; {limit}"]
 
 
 def test_a_worker_that_left_does_not_keep_others_from_joining_or_being_replaced() -> None:
@@ -530,7 +530,7 @@ def test_replacements_that_never_reach_a_commit_are_bounded_by_number() -> None:
         state, _ = play(state, Ready(0, state.generation, spawned), Committed(0, spawned + 1), JoinRequested(worker), now=now)
     assert spawned == 3
     limit = "3 replacements in a row died before they took part in a step (--max-respawns)"
-    assert Report(f"worker 4 is not replaced: {limit}; 1 worker continues") in actions
+    assert Report(f"worker 4, which was to join, died: SIGKILL. No replacement is started: {limit}") in actions
 
 
 def test_a_replacement_that_took_part_in_a_step_counts_as_a_success() -> None:
@@ -575,6 +575,24 @@ def test_the_same_error_at_the_same_place_ends_the_run_at_whatever_steps() -> No
     _, actions = play(state, ScriptRaised(3, -1, "ValueError: bad value on rank 2", "ValueError at train.py:7"))
     assert isinstance(actions[0], End)
     assert "train.py:7 on more than one worker: ValueError: bad value on rank 2" in actions[0].why
+
+
+def test_a_worker_that_says_that_its_gpu_has_failed_is_reported() -> None:
+    error, place = "lockstep.errors.DeviceError: cuda:1 cannot be used: CUDA error.", "DeviceError at train.py:7"
+    assert reports(running(3), ScriptRaised(1, 3, error, place)) == [
+        "worker 1 cannot use its GPU any more (cuda:1 cannot be used: CUDA error)"
+    ]
+
+
+@pytest.mark.parametrize("error", ["lockstep.errors.DeviceError: cuda:1 is broken.", "torch.AcceleratorError: CUDA error: x\ny"])
+def test_gpus_that_fail_at_one_place_are_no_bug_of_the_script_unless_two_fail_at_one_step(error: str) -> None:
+    place = "an error at train.py:7"
+    first = ScriptRaised(1, 3, error, place)
+    state, _ = play(running(3), first, Died(1, "exit code 1", exited=True), Ready(0, 0, 3), Ready(2, 0, 3))
+    _, actions = play(state, ScriptRaised(2, 9, error, place))
+    assert not any(isinstance(action, End) for action in actions)
+    _, actions = play(state, ScriptRaised(2, 3, error, place))
+    assert isinstance(actions[0], End)
 
 
 def test_workers_that_were_not_replaced_are_named_at_the_end() -> None:
@@ -638,6 +656,14 @@ def test_without_a_run_restarts_are_bounded_and_the_same_error_twice_ends_the_ru
     state, _ = play(state, RankRead(1, needs_peers=True))
     (end,) = play(state, ScriptRaised(1, -1, "KeyError: 2", "KeyError at train.py:3"))[1]
     assert end == End(1, "the script raised at train.py:3 again after a restart: KeyError: 2")
+
+
+def test_without_a_run_a_kernel_that_does_something_illegal_twice_at_one_place_ends_the_run() -> None:
+    error, place = "torch.AcceleratorError: CUDA error: device-side assert triggered", "AcceleratorError at train.py:3"
+    state, _ = play(connected(1), ScriptRaised(0, -1, error, place), Died(0, "", exited=True), RankRead(1, needs_peers=True))
+    (end,) = play(state, ScriptRaised(1, -1, error, place))[1]
+    assert isinstance(end, End)
+    assert "again after a restart" in end.why
 
 
 def test_without_a_run_an_exception_that_a_dead_worker_explains_is_no_bug() -> None:

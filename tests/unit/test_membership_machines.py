@@ -68,6 +68,8 @@ def test_a_run_that_was_scaled_down_keeps_its_size_when_machines_come_and_go() -
 def test_without_a_run_a_lost_machine_restarts_the_others_with_fewer_workers() -> None:
     state, actions = play(replace(connected(4), room=4), MachineLost((2, 3), 2, "machine b is lost"))
     assert StopAll((0, 1, 3)) in actions or StopAll((0, 1)) in actions
+    said = reports(replace(connected(4), room=4), MachineLost((2, 3), 2, "machine b is lost"))
+    assert said == ["machine b is lost. All workers are stopped and start again (restart 1 of 3)"]
     state, actions = play(state, Died(0, "SIGTERM"), Died(1, "SIGTERM"), Died(3, "SIGTERM"))
     assert Spawn((4, 5)) in actions
 

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import lockstep
 from lockstep.errors import UsageError
+from lockstep.training import run_parts
 from tests.models import CNN, MLP, build, data, digest
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -427,6 +428,7 @@ def test_a_model_changed_after_run_is_told() -> None:
         ({"seed": "x"}, "seed='x'"),
         ({"threads": 0}, "threads=0"),
         ({"bucket_mb": 0}, "bucket_mb=0"),
+        ({"reduce_dtype": torch.bfloat16}, "reduce_dtype=torch.bfloat16"),
         ({"comm": "smoke"}, "comm='smoke'"),
     ],
 )
@@ -705,3 +707,23 @@ def test_what_cannot_be_averaged_is_refused_by_name() -> None:
     model.register_buffer("wide", torch.zeros(1).expand(5))
     with pytest.raises(UsageError, match="buffer wide is sparse or expanded"):
         made(2, model)
+
+
+def test_the_gpu_of_the_model_is_the_current_one_before_anything_is_seeded_or_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.cuda.manual_seed and torch.cuda.synchronize mean the current device, which is cuda:0 unless the script has said so."""
+    done: list[Any] = []
+
+    def stop(*_: Any, **__: Any) -> None:
+        raise RuntimeError("the workers would connect now")
+
+    monkeypatch.setattr(run_parts, "device_of", lambda params: torch.device("cuda", 1))
+    monkeypatch.setattr(torch.cuda, "set_device", done.append)
+    monkeypatch.setattr(run_parts, "join_workers", stop)
+    with pytest.raises(RuntimeError, match="would connect"):
+        made()
+    assert done == [torch.device("cuda", 1)]
+
+
+def test_a_model_on_the_cpu_leaves_cuda_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: pytest.fail(f"{device} was made the current device"))
+    made()[0].close()

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from lockstep.comm.base import Comm
 from lockstep.elastic.collective_journal import CollectiveJournal
+from lockstep.elastic.recovery import Recovery
 from lockstep.elastic.transfer import Aligned, WorkerProgress, align
-from lockstep.errors import InvariantError
+from lockstep.errors import DeviceError, InvariantError, PeerError
 from tests.threads import on_threads
 
 CPU = torch.device("cpu")
@@ -90,3 +92,13 @@ def test_collective_points_are_counted_from_the_last_commit() -> None:
     assert (journal.passed, journal.inside, journal.results) == (2, 0, {2: "result"})
     journal.reset()
     assert (journal.passed, journal.inside, journal.results) == (0, 0, {})
+
+
+def test_a_device_that_has_failed_is_named_before_anything_else_is_done_on_it() -> None:
+    workers, callbacks = Mock(), Mock()
+    workers.comm.close.side_effect = DeviceError("cuda:1 cannot be used by this process any more")
+    callbacks.has_averages.return_value = False
+    callbacks.discard_step.side_effect = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+    recovery = Recovery(workers, CollectiveJournal(), cast(Any, None), CPU, callbacks)
+    with pytest.raises(DeviceError, match="cuda:1"):
+        recovery.recover(PeerError("rank 1 is silent"))

@@ -114,7 +114,7 @@ def _size(manifest: Manifest) -> str:
     return f"{sum(file.bytes for file in manifest.files.values()) / 1e6:.1f} MB"
 
 
-def add_parser(commands: Any) -> None:
+def add_parsers(commands: Any) -> None:
     """Add `checkpoint` to the subcommands of a parser. ``execute`` of the parsed arguments runs the command.
 
     It returns the exit code, 1 if a checkpoint is damaged.

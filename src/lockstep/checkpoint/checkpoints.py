@@ -43,6 +43,7 @@ from lockstep.gradients.control_word import PUBLISHED, SAVE, STOP, WROTE
 from lockstep.observe.notice import print_notice
 from lockstep.plan.interval import Interval
 from lockstep.plan.step_end import StepEnd
+from lockstep.recording.records import CHECKPOINT
 
 _POLL_S = 1.0
 """While a worker waits for others it sends a message this often, so that a long write is not taken for a hang."""
@@ -84,6 +85,8 @@ class CheckpointCallbacks:
 class Checkpoints:
     """A ``BetweenStepsTask`` (training/between_steps.py). ``Run`` calls its methods at the same points on every worker."""
 
+    phase = CHECKPOINT
+
     def __init__(
         self,
         url: str | os.PathLike[str],
@@ -112,6 +115,8 @@ class Checkpoints:
         self._ownership = Ownership(self._retention.storage, comm, script)
         self._resumed_from: ResumedCheckpoint | None = None
         """The checkpoint that was loaded, until ``restore_if_changed`` or the first step."""
+        self.is_branch = False
+        """Whether the run was resumed from a checkpoint in another place than its own: another run has been there."""
         self._snapshot = Snapshot()
         self._state = State.IDLE
         self._latest: CheckpointInFlight | None = None
@@ -133,6 +138,7 @@ class Checkpoints:
         manifest = found.manifest
         self._resumption.override(found.state)
         self._resumed_from = ResumedCheckpoint(found)
+        self.is_branch = os.path.realpath(found.retention.storage.url) != os.path.realpath(self._retention.storage.url)
         self._load(found.state, manifest, resumes=True)
         kept = self._resumption.hyperparameters(manifest, print_notice if comm.rank == 0 else lambda line: None)
         self._ownership.resumed(RunIdentity(identity.launch, manifest.run or identity.run, kept))

@@ -59,7 +59,7 @@ class Manifest:
     workers: int
     torch: str
     settings: dict[str, Any]
-    """The settings that determine the result of the run: lanes, seed, exact."""
+    """The settings that determine the result of the run: lanes, seed, exact, reduce_dtype."""
     skeleton: Any
     """The state of the run without its tensors (comm/plain_state.py), which stand there as numbers in ``tensors``."""
     model: dict[str, int]

@@ -50,6 +50,7 @@ class PartWriter:
         }
 
     def _write(self) -> None:
+        self._snapshot.wait()  # before all else: when this thread has ended, the snapshot may be used again
         self._storage.make_folder(self._folder)
         for plan in self._snapshot.file_plans:
             self._write_file(plan)

@@ -280,8 +280,11 @@ class Agent:
 
     def on_packet(self, worker: int, packet: packets.Packet) -> None:
         self._memory.on_packet(worker, packet)
-        if packet.get("type") in ("progress", "store") and not self._has_head:
+        kind = packet.get("type")
+        if kind in ("progress", "steps", "store") and not self._has_head:
             return  # the next progress says more; requests to the store are repeated
+        if kind in ("progress", "steps") and self._link.backlog > _MAX_OUTPUT_BACKLOG:
+            return  # heartbeats must not wait behind it
         self._tell({"type": "packet", "worker": worker, "packet": packet})
 
     def on_output(self, worker: int, stream: int, data: bytes) -> None:
@@ -307,6 +310,10 @@ class Agent:
         self._tell({"type": "not started", "workers": workers, "why": why, "is_fatal": is_fatal})
         for id in workers:
             self._memory.gone(id)
+
+    def on_stopped(self, worker: int, seconds: float | None) -> None:
+        if self._has_head:
+            self._link.send({"type": "stopped", "worker": worker, "seconds": seconds})
 
     def on_zygote_hung(self, why: str) -> None:
         self._say(why)

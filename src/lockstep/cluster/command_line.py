@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-import time
 from typing import Any
 
 from lockstep.cluster.address import Address
@@ -77,16 +76,22 @@ def head(given: argparse.Namespace) -> int:
     from lockstep.cluster.head import Head, HeadSettings
     from lockstep.cluster.tls import server_tls
     from lockstep.cluster.token import read_token
-    from lockstep.launcher.run_folder import RunFolder
+    from lockstep.launcher.new_run import create_run_folder, discard_run_folder
     from lockstep.launcher.supervisor import Settings
 
     if (given.cert is None) != (given.key is None):
         raise UsageError("--cert and --key belong together. Pass both, or neither.")
-    run = Settings(0, given.grace, read_policy(given), given.ledger)
+    run = Settings(0, given.grace, read_policy(given), given.ledger, is_plain=given.plain)
     settings = HeadSettings(Address.parse(given.listen), run, given.min_workers, given.heartbeat_timeout)
     token = read_token(given.token_file, os.environ)
     tls = server_tls(given.cert, given.key) if given.cert is not None else None
-    return Head(settings, token, tls, RunFolder.create(given.run_dir, time.time())).run()
+    run_folder = create_run_folder(given.run_dir, "head", ())
+    try:
+        made = Head(settings, token, tls, run_folder)
+    except UsageError:  # it cannot listen there
+        discard_run_folder(run_folder, given.run_dir)
+        raise
+    return made.run()
 
 
 def agent(given: argparse.Namespace) -> int:
@@ -95,7 +100,7 @@ def agent(given: argparse.Namespace) -> int:
     from lockstep.cluster.head_link import HeadList
     from lockstep.cluster.tls import client_tls
     from lockstep.cluster.token import VARIABLE, read_token
-    from lockstep.launcher.run_folder import RunFolder
+    from lockstep.launcher.new_run import create_run_folder
     from lockstep.launcher.zygote_start import InterpreterStart
 
     entrypoint = read_entrypoint(given)
@@ -108,11 +113,10 @@ def agent(given: argparse.Namespace) -> int:
     token = read_token(given.token_file, os.environ)
     os.environ.pop(VARIABLE, None)  # workers must not have it
     room = given.n if given.n is not None else count_gpus(os.environ.get("CUDA_VISIBLE_DEVICES")) or 1
-    words = [entrypoint.script or f"-m {entrypoint.module}", *entrypoint.args]
     settings = AgentSettings(
         heads,
         room,
-        shlex.join(words),
+        shlex.join(entrypoint.words),
         given.interface or next(iter(gloo_interfaces()), None),
         given.connect_timeout,
         given.head_timeout,
@@ -120,4 +124,5 @@ def agent(given: argparse.Namespace) -> int:
         given.ends_with_stdin,
     )
     tls = client_tls(given.ca) if given.ca is not None else None
-    return Agent(settings, token, tls, InterpreterStart(entrypoint, preload), RunFolder.create(given.run_dir, time.time())).run()
+    run_folder = create_run_folder(given.run_dir, "agent", entrypoint.words)
+    return Agent(settings, token, tls, InterpreterStart(entrypoint, preload), run_folder).run()

@@ -40,8 +40,8 @@ from lockstep.launcher.outcome import write_outcome
 from lockstep.launcher.run_folder import RunFolder
 from lockstep.launcher.supervisor import Settings, Supervisor
 from lockstep.plan import membership_events as events
-from lockstep.plan.membership_generation import count
 from lockstep.plan.membership_recovery import has_majority, is_complete, missing_members, newest, recover
+from lockstep.plan.membership_texts import count
 
 _REJOIN_S = 5.0
 """How long a new head waits for the other machines of a run, from the first one on."""
@@ -97,7 +97,7 @@ class Head:
     def __init__(self, settings: HeadSettings, token: bytes, tls: ServerTls | None, run_folder: RunFolder) -> None:
         self._settings, self._run_folder = settings, run_folder
         self._output = NonblockingOutput()
-        self._console = Console(self._output)
+        self._console = Console(self._output, is_plain=settings.run.is_plain)
         self._loop = EventLoop(self._on_signal)
         self._machines = RemoteMachines()
         self._candidates: dict[str, _Candidate] = {}  # by the name of the machine
@@ -360,7 +360,7 @@ class Head:
 
     def _recover_if_possible(self, now: float) -> None:
         """Continue the run with the machines that have registered, if all have, or if the others have had their time."""
-        reports = [machine.given.report for machine in self._machines]
+        reports = [replace(machine.given.report, machine=machine.name) for machine in self._machines]
         if not reports:
             return
         assert self._recovering_since is not None
@@ -413,7 +413,7 @@ class Head:
             return
         room = 0 if machine.is_leaving else machine.given.room
         how = f"machine {machine.name} is lost: {why}" if workers or room else f"machine {machine.name} has left the run"
-        self._supervisor.decide(events.MachineLost(workers, room, how))
+        self._supervisor.on_machine_lost(workers, room, how)
 
     @property
     def _is_ending(self) -> bool:
@@ -457,9 +457,7 @@ class Head:
         if not machine.is_leaving:
             machine.is_leaving = True
             if self._supervisor is not None:
-                self._supervisor.decide(
-                    events.MachineLost((), machine.given.room, f"machine {machine.name} leaves the run ({why})")
-                )
+                self._supervisor.on_machine_lost((), machine.given.room, f"machine {machine.name} leaves the run ({why})")
 
     # -- messages --------------------------------------------------------------------------------------------
 
@@ -500,6 +498,8 @@ class Head:
             supervisor.on_packet(worker, message["packet"])
         elif kind == "started":
             self._machines.started(machine, worker, message["pid"])
+        elif kind == "stopped":
+            supervisor.on_stopped(worker, message["seconds"])
         elif kind == "output":
             supervisor.on_output(worker, message["stream"], base64.b64decode(message["data"]))
         elif kind == "exited":
@@ -516,6 +516,8 @@ class Head:
         else:
             self._console.say(f"got {signal.Signals(number).name} before training.")
             self._code = 128 + number
+            why = f"stopped by {signal.Signals(number).name} before training"
+            self._run_folder.record("end", code=self._code, why=why, stopped_after=None, signal=number)
 
     def _tell_end(self, code: int) -> None:
         """Tell all agents that the run is over, and wait until they have closed their connections.

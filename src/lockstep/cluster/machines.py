@@ -15,6 +15,7 @@ from lockstep.cluster.protocol import Registration, spawn_message
 from lockstep.cluster.run_memory import KeptPackets
 from lockstep.launcher.environment import Placement, RunSettings
 from lockstep.launcher.packets import Packet
+from lockstep.plan.membership_spares import device_of
 
 _FRESH_S = 2.0
 """An answer to the question how long workers have been idle says nothing about a later time."""
@@ -22,7 +23,10 @@ _FRESH_S = 2.0
 
 @dataclass(eq=False)
 class Machine:
-    """A machine whose agent is connected. ``workers``: worker -> its place among the ``room`` of this machine."""
+    """A machine whose agent is connected. ``workers``: worker -> its place among the ``room`` of this machine.
+
+    A spare may share its place with another worker.
+    """
 
     given: Registration
     channel: Channel
@@ -150,21 +154,18 @@ class RemoteMachines:
     def stack(self, id: int) -> str:
         return f"{self._was_on[id].name}:{self._was_on[id].given.folder}/workers/{id}/stack.txt"
 
-    def spawn(self, ids: Sequence[int], settings: RunSettings) -> dict[int, int]:
-        """Each worker gets the first free place. Its rank is the number of that place among those of all machines.
+    def spawn(self, ids: Sequence[int], settings: RunSettings, *, are_spares: bool = False) -> dict[int, int]:
+        """Each worker gets a free place. Its rank is the number of that place among those of all machines.
 
-        A worker for which there is no place gets no rank: its machine was lost before it was started.
+        A worker for which there is no place gets no rank: its machine was lost before it was started. A spare goes where most
+        places are free; if none is free, it shares a place on the machine with the fewest spares.
         """
-        first, ranks = 0, dict[int, int]()
-        waiting = list(ids)
+        chosen = self._place_spares(ids) if are_spares else self._place(ids)
+        first, ranks = self.room if are_spares else 0, dict[int, int]()
         placed: list[tuple[Machine, dict[int, int]]] = []
         for machine in self._machines:
-            mine = dict(zip(waiting, machine.free, strict=False))
-            waiting = waiting[len(mine) :]
-            for id, place in mine.items():
-                machine.workers[id] = place
-                self._of[id] = self._was_on[id] = machine
-                ranks[id] = first + place
+            mine = chosen.get(machine, {})
+            ranks |= {id: first + place for id, place in mine.items()}
             placed.append((machine, mine))
             first += machine.given.room
         if not ranks:
@@ -184,11 +185,41 @@ class RemoteMachines:
                         number,
                         len(self._machines),
                         address,
+                        is_spare=are_spares,
                     )
                     for id in mine
                 }
                 machine.send(spawn_message(settings, places), self.now)
         return ranks
+
+    def _place(self, ids: Sequence[int]) -> dict[Machine, dict[int, int]]:
+        """The first free places, on machines that have less workers than room if possible: a spare may have become a member."""
+        free = {machine: machine.free for machine in self._machines}
+        missing = {machine: max(0, machine.given.room - len(machine.workers)) for machine in free}
+        places = [(machine, place) for machine in free for place in free[machine][: missing[machine]]]
+        places += [(machine, place) for machine in free for place in free[machine][missing[machine] :]]
+        return self._put(dict(zip(ids, places, strict=False)))
+
+    def _place_spares(self, ids: Sequence[int]) -> dict[Machine, dict[int, int]]:
+        usable = [machine for machine in self._machines if machine.given.room and not machine.is_leaving]
+        chosen: dict[Machine, dict[int, int]] = {}
+        for id in ids if usable else ():
+            machine = max(usable, key=lambda machine: machine.given.room - len(machine.workers))
+            taken = list(machine.workers.values())
+            mine = self._put({id: (machine, min(range(machine.given.room), key=taken.count))})
+            chosen[machine] = chosen.get(machine, {}) | mine[machine]
+        return chosen
+
+    def _put(self, where: dict[int, tuple[Machine, int]]) -> dict[Machine, dict[int, int]]:
+        chosen: dict[Machine, dict[int, int]] = {}
+        for id, (machine, place) in where.items():
+            machine.workers[id] = chosen.setdefault(machine, {})[id] = place
+            self._of[id] = self._was_on[id] = machine
+        return chosen
+
+    def device(self, id: int, gpu: str) -> tuple[str, int]:
+        machine = self._of.get(id)
+        return ("", 0) if machine is None else device_of(machine.name, machine.given.room, gpu)
 
     def send(self, ids: Sequence[int], packet: Packet) -> None:
         """One message per machine, however many of its workers get the packet."""

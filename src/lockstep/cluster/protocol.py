@@ -47,6 +47,7 @@ FROM_AGENT: Table = {
     "packet": {"worker": int, "packet": dict},
     "started": {"worker": int, "pid": int},
     "exited": {"worker": int, "pid": int, "status": int, "last_lines": str},
+    "stopped": {"worker": int, "seconds": float | None},
     "not started": {"workers": list[int], "why": str, "is_fatal": bool},
     "output": {"worker": int, "stream": int, "data": str},
     "notice": {"text": str},

@@ -128,7 +128,7 @@ class RunMemory:
         elif kind == "join":
             self._has_joined = True
             self._max_members = _whole(packet.get("most"), 0) or self._max_members
-            self._update(worker, has_joined=True)
+            self._update(worker, has_joined=True, **({"gpu": str(packet["gpu"])} if "gpu" in packet else {}))
         elif kind == "ready":
             self._update(worker, ready_generation=number, steps=_whole(packet.get("step")))
             self._committed = max(self._committed, _whole(packet.get("step")))

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 _MAX_BYTES = 1 << 20
+_DROPPED = ("progress", "steps")
+"""Packets that are not sent if the agent does not read."""
 
 
 class AgentSocket:
@@ -22,17 +24,23 @@ class AgentSocket:
         self._socket = socket.socket(fileno=fd)
         self._listeners: list[Callable[[dict[str, Any]], None]] = []
         self._lock = threading.Lock()
+        self.has_joined = False
+        """Whether a ``Run`` of this process has joined the agent's run."""
 
-    def send(self, **packet: object) -> None:
+    def send(self, **packet: object) -> bool:
         """Send a packet to the agent. Any thread may call it. If the agent is gone, this worker is about to end too.
 
-        Blocks while the agent does not read, but not for progress: that packet is dropped, because training must continue.
+        Blocks while the agent does not read, but not for progress and records: training must continue.
+
+        Returns:
+            Whether the packet was sent.
         """
-        flags = socket.MSG_DONTWAIT if packet["type"] == "progress" else 0
+        flags = socket.MSG_DONTWAIT if packet["type"] in _DROPPED else 0
         try:
             self._socket.send(json.dumps(packet).encode(), flags)
         except OSError:
-            pass
+            return False
+        return True
 
     def listen(self, listener: Callable[[dict[str, Any]], None]) -> None:
         """Call ``listener`` with each packet that arrives from now on, in the thread that reads."""

@@ -41,7 +41,7 @@ class AgentStore(AbortableStore):
         StoreWaitError: The generation was aborted or is over.
     """
 
-    def __init__(self, send: Callable[..., None], generation: int, timeout_s: float) -> None:
+    def __init__(self, send: Callable[..., object], generation: int, timeout_s: float) -> None:
         super().__init__()
         self._send, self._generation, self._timeout_s = send, generation, timeout_s
         self._numbers = itertools.count()

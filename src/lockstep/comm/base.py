@@ -84,6 +84,16 @@ class Comm(Protocol):
     def barrier(self, what: str = "a barrier") -> None:
         """Block until every rank has called it."""
 
+    def await_device(self) -> None:
+        """Block until the results of all operations so far are in the memory of the device.
+
+        ``Pending.wait`` on CUDA only makes a stream wait, and an operation that is aborted ends there as if it were complete. A
+        worker that is about to tell others that it has a result calls this first. Not collective. Results on the host are there.
+
+        Raises:
+            PeerError: The comm has failed, so the results must not be used; or they were not there within the timeout.
+        """
+
     def progress(self) -> None:
         """Advance the operations in flight that need this thread. Called between gradients; never blocks."""
 
@@ -96,7 +106,19 @@ class Comm(Protocol):
         A later call may lower ``until``. Other failures (a dead rank, ``abort``) end waits as always.
         """
 
-    def close(self) -> None: ...
+    def link_us(self) -> int:
+        """Return how long the data of this worker has been on its way to other machines, in microseconds, since the comm began.
+
+        Added over all connections. Time in which a peer did not read counts for nothing: that is not the link. Any thread may call
+        it, also after ``close``. 0 if there are no such sockets, or if the kernel does not tell.
+        """
+
+    def close(self) -> None:
+        """End the comm. After a failure, wait until the device has ended what the comm had begun there.
+
+        Raises:
+            DeviceError: The device of this worker failed too, or does not end it.
+        """
 
 
 def real(tensor: Tensor) -> Tensor:

@@ -19,6 +19,9 @@ ARM64   the hardware orders neither pair, and Python has no fence. A mutex has o
         process-shared POSIX mutex in the same memory: ``LockedCounters``, about 0.5 us slower. The
         mutex is robust: a worker that is killed while it holds the mutex does not stop the others.
 
+A worker may write (1) with two threads, one after the other (comm/helper_thread.py). The second thread
+has taken a lock that the first one has released, which orders their stores, and then stores (2).
+
 Other processors use the mutex too; it is correct on every system with POSIX threads. Both classes pass
 the same tests (on x86-64: we have no ARM64 machine to run them on).
 """

@@ -74,6 +74,7 @@ def broadcast_in_place(comm: Comm, tensors: Sequence[Tensor], source: int, what:
     """Overwrite ``tensors`` with those of rank ``source``, one message at a time, so that little extra memory is needed.
 
     Raises:
+        PeerError: A worker was lost before this rank had all tensors: those of this rank must not be used.
         UsageError: On every rank, if a rank is in another call.
     """
     if comm.size == 1:
@@ -82,6 +83,7 @@ def broadcast_in_place(comm: Comm, tensors: Sequence[Tensor], source: int, what:
     with torch.no_grad():
         for group in _group_into_messages(tensors):
             Broadcast(comm, group, source, what).finish(Tensor.copy_)
+    comm.await_device()
 
 
 def _group_into_messages(tensors: Sequence[Tensor]) -> list[list[Tensor]]:

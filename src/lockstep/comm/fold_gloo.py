@@ -16,6 +16,7 @@ next call, another worker after it. So values and results have groups of their o
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -51,24 +52,30 @@ class GroupRef:
 
 
 class ScratchPool:
-    """Keeps scratch memory between uses: the page faults of fresh memory cost more than the copy that fills it."""
+    """Keeps scratch memory between uses: the page faults of fresh memory cost more than the copy that fills it.
+
+    Any thread may use it: one thread may issue a fold while another one advances an earlier fold.
+    """
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._free: dict[int, list[Tensor]] = {}
         self._kept_bytes = 0
 
     def acquire(self, numel: int, dtype: torch.dtype) -> Tensor:
-        free = self._free.get(numel * dtype.itemsize)
-        if not free:
-            return torch.empty(numel, dtype=dtype)
-        self._kept_bytes -= numel * dtype.itemsize
-        return free.pop().view(dtype)
+        with self._lock:
+            free = self._free.get(numel * dtype.itemsize)
+            if free:
+                self._kept_bytes -= numel * dtype.itemsize
+                return free.pop().view(dtype)
+        return torch.empty(numel, dtype=dtype)
 
     def release(self, tensor: Tensor) -> None:
-        if self._kept_bytes + tensor.nbytes > KEPT_BYTES:  # most likely memory of sizes that are no longer used
-            self._free, self._kept_bytes = {}, 0
-        self._free.setdefault(tensor.nbytes, []).append(tensor)
-        self._kept_bytes += tensor.nbytes
+        with self._lock:
+            if self._kept_bytes + tensor.nbytes > KEPT_BYTES:  # most likely memory of sizes that are no longer used
+                self._free, self._kept_bytes = {}, 0
+            self._free.setdefault(tensor.nbytes, []).append(tensor)
+            self._kept_bytes += tensor.nbytes
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from lockstep.comm.connections import Connections, new_listeners
 from lockstep.comm.store import StoreWaitError, abortable_store
+from lockstep.errors import PeerError
 from lockstep.world import gloo_address, gloo_interfaces, machine_name
 
 _BACKEND_TIMEOUT = timedelta(days=7)  # our own waits time out first, and name the rank
@@ -46,14 +47,19 @@ def build_gloo(store: dist.Store, rank: int, size: int, connections: Connections
 
 
 def _construct(store: dist.Store, rank: int, size: int, options: Any) -> Any:
-    """Construct a group. If the store can be aborted, so can this.
+    """Construct a group. If the store can be aborted, so can this; if it cannot, a member that is lost is a PeerError.
 
     A member that is lost after it has published its address lets the others wait for its connection, and nothing ends that wait but
     gloo's own timeout. So a thread of its own waits, for ``_BUILD_TIMEOUT`` at most; if the store is aborted, it is left alone.
     """
     abortable = abortable_store(store)
     if abortable is None:
-        return dist.ProcessGroupGloo(store, rank, size, options)
+        try:
+            return _new_group(store, rank, size, options)
+        except RuntimeError as error:
+            line = str(error).splitlines()[0][:200]
+            text = f"a rank did not connect to rank {rank} over gloo ({line}). It has probably died: see its log."
+            raise PeerError(text) from error
     options._timeout = _BUILD_TIMEOUT
     built: list[Any] = []
     failed: list[RuntimeError] = []
@@ -61,7 +67,7 @@ def _construct(store: dist.Store, rank: int, size: int, options: Any) -> Any:
 
     def build() -> None:
         try:
-            built.append(dist.ProcessGroupGloo(store, rank, size, options))
+            built.append(_new_group(store, rank, size, options))
         except RuntimeError as error:
             failed.append(error)
         ended.set()
@@ -75,6 +81,10 @@ def _construct(store: dist.Store, rank: int, size: int, options: Any) -> Any:
         raise StoreWaitError("the generation was aborted while its members connected")
     built[0]._set_default_timeout(_BACKEND_TIMEOUT)
     return built[0]
+
+
+def _new_group(store: dist.Store, rank: int, size: int, options: Any) -> Any:
+    return dist.ProcessGroupGloo(store, rank, size, options)
 
 
 def destroy_gloo(connections: Connections, groups: list[Any]) -> None:

@@ -179,6 +179,9 @@ class Loopback:
             raise error
         return _LoopbackPending(self.group, self.group.join(index, collective, self.rank, (tensor, output)), self.rank)
 
+    def await_device(self) -> None:
+        return None
+
     def progress(self) -> None:
         return None
 
@@ -189,6 +192,9 @@ class Loopback:
         with self.group.changed:
             self.group.postponed_until = until
             self.group.changed.notify_all()
+
+    def link_us(self) -> int:
+        return 0
 
     def close(self) -> None:
         self._closed = True

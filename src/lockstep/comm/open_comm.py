@@ -32,8 +32,20 @@ from lockstep.comm.store import await_ranks, open_store
 from lockstep.comm.torch_group import TorchGroup
 from lockstep.comm.two_level import TwoLevel
 from lockstep.errors import UsageError
-from lockstep.world import AGENT_STORE, World, agent_endpoint, machine_name, requested_comm, requested_machine, require_comm
+from lockstep.world import (
+    AGENT_STORE,
+    World,
+    agent_endpoint,
+    machine_name,
+    nccl_may_share_gpus,
+    requested_comm,
+    requested_helper_thread,
+    requested_machine,
+    require_comm,
+)
 
+_GLOO_MEANWHILE_BYTES = 32 << 20
+"""Of the buckets of one rank. To average so much over gloo takes less time than to connect NCCL."""
 _opened: Counter[str] = Counter()  # all members of a group open their comms in the same order, so these numbers agree
 
 
@@ -72,7 +84,8 @@ def open_comm(
         timeout_s: How long a wait may take.
         kind: One of ``lockstep.world.COMMS``; by default what ``LOCKSTEP_COMM`` says.
         need_bytes: How many bytes the buckets of one rank will need.
-        store: The store at ``world.rendezvous``, if the caller has opened it.
+        store: The store at ``world.rendezvous``, if the caller has opened it. It serves one generation of a run that recovers: this
+            function then does not wait until NCCL is connected.
         place: Returns where the script is now, for example "run.evaluate(...) at train.py:41, step 12 of loop 0". The error of
             workers that make different calls shows it. Any thread may call it.
 
@@ -88,7 +101,8 @@ def open_comm(
     if rendezvous is None or (rendezvous.size == 1 and device.type == "cpu"):
         return loopback(1, timeout_s)[0]
     if device.type == "cuda":
-        return _open_cuda(rendezvous, device, kind)
+        # A small model trains on over gloo until NCCL is connected; the first fold of a large one waits.
+        return _open_cuda(rendezvous, device, kind, None if store is None else need_bytes <= _GLOO_MEANWHILE_BYTES)
     if kind == "nccl":
         raise UsageError(f"nccl carries CUDA tensors only, and this model is on {device}. Choose shm, twolevel or gloo.")
     if kind == "gloo":
@@ -96,14 +110,14 @@ def open_comm(
     return _open_host(rendezvous, kind, need_bytes)
 
 
-def _open_cuda(rendezvous: Rendezvous, device: torch.device, kind: str) -> Comm:
+def _open_cuda(rendezvous: Rendezvous, device: torch.device, kind: str, gloo_meanwhile: bool | None) -> Comm:
     if kind in ("shm", "twolevel"):
         raise UsageError(f"{kind} carries host memory only, and this model's parameters are on {device}. Choose nccl or gloo.")
     carrier: Any = "gloo"
     group = rendezvous.group
     if kind != "gloo" and group is not None and "nccl" in str(dist.get_backend_config(group)):
         carrier = group  # use its communicator: a second one would cost GPU memory
-    elif kind != "gloo" and group is None and (kind == "nccl" or rendezvous.local_size <= torch.cuda.device_count()):
+    elif group is None and _chooses_nccl(kind, rendezvous.local_size):
         carrier = "nccl"
     return TorchGroup(
         rendezvous.store,
@@ -112,8 +126,21 @@ def _open_cuda(rendezvous: Rendezvous, device: torch.device, kind: str) -> Comm:
         timeout_s=rendezvous.timeout_s,
         cuda=carrier,
         device=device,
+        gloo_meanwhile=gloo_meanwhile if carrier == "nccl" else None,
         place=rendezvous.place,
     )
+
+
+def _chooses_nccl(kind: str, local_size: int) -> bool:
+    return kind == "nccl" or (kind != "gloo" and local_size <= torch.cuda.device_count())
+
+
+def own_gpu(device: torch.device, kind: str | None, local_size: int) -> str:
+    """Returns the name of the GPU ``device`` if no other worker may use it, because NCCL carries its tensors; else ""."""
+    kind = require_comm(kind, "comm") if kind is not None else requested_comm()
+    if device.type != "cuda" or not _chooses_nccl(kind, local_size) or nccl_may_share_gpus():
+        return ""
+    return str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
 
 
 def _open_host(rendezvous: Rendezvous, kind: str, need_bytes: int) -> Comm:
@@ -125,10 +152,12 @@ def _open_host(rendezvous: Rendezvous, kind: str, need_bytes: int) -> Comm:
     if kind == "shm" and len(workers) > 1:
         raise UsageError(f"shm needs all workers on one machine, and these {size} are on {len(workers)}. Choose twolevel or gloo.")
     try:
-        shared = dist.PrefixStore("shm", store)
+        shared, helper = dist.PrefixStore("shm", store), requested_helper_thread()
         if kind == "twolevel" or (kind == "auto" and len(workers) > 1):
-            return TwoLevel(shared, rank, size, machines, timeout_s=timeout_s, need_bytes=need_bytes, place=place)
-        return Shm(shared, rank, size, timeout_s=timeout_s, need_bytes=need_bytes, place=place)
+            return TwoLevel(
+                shared, rank, size, machines, timeout_s=timeout_s, need_bytes=need_bytes, place=place, helper_thread=helper
+            )
+        return Shm(shared, rank, size, timeout_s=timeout_s, need_bytes=need_bytes, place=place, helper_thread=helper)
     except SegmentError as error:
         if rank == 0:
             needed = f"{max(workers.values())} workers x {need_bytes / (1 << 20):.0f} MB of gradients"

@@ -6,6 +6,7 @@ whenever it is called, and knows how to wait for one.
 
 from __future__ import annotations
 
+import time
 import zlib
 from collections.abc import Generator, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -40,11 +41,13 @@ class Driver(Protocol):
 class Operation:
     """An operation in flight: the ``Pending`` of a generator."""
 
-    __slots__ = ("_body", "_done", "_driver", "_error", "number", "waits_for", "what")
+    __slots__ = ("_body", "_done", "_driver", "_error", "done_ns", "number", "waits_for", "what")
 
     def __init__(self, driver: Driver, body: OpGenerator, number: int, what: str) -> None:
         self._driver, self._body, self.number, self.what = driver, body, number, what
         self.waits_for: Any = None
+        self.done_ns = 0
+        """When the operation was seen to be done (time.monotonic_ns); 0 before."""
         self._done = False
         self._error: RuntimeError | None = None
 
@@ -54,7 +57,7 @@ class Operation:
             try:
                 self.waits_for = next(self._body)
             except StopIteration:
-                self._done = True
+                self._done, self.done_ns = True, time.monotonic_ns()
             except RuntimeError as error:  # raised by this operation's wait, not by the unrelated call that advanced it
                 self._error, self._done = error, True
                 self._explain(error)

@@ -257,16 +257,17 @@ class PeerHealth:
 class PeerProcesses:
     """The processes of the other workers of this machine, by process descriptors that become readable when a process ends.
 
-    Reads the process ids that ``await_ranks`` wrote to the store.
+    Reads the process ids that ``await_ranks`` wrote to the store. ``ids``: those of all workers, by rank.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         self._poll = select.poll()
         self._ranks: dict[int, int] = {}
+        self.ids = [os.getpid() if other == rank else int(store.get(f"pid/{other}")) for other in range(size)]
         for other in range(size):
             if other != rank and hasattr(os, "pidfd_open"):
                 try:
-                    fd = os.pidfd_open(int(store.get(f"pid/{other}")))
+                    fd = os.pidfd_open(self.ids[other])
                 except OSError:
                     continue  # an old kernel: a dead worker is then found by timeout
                 self._poll.register(fd, select.POLLIN)

@@ -11,7 +11,9 @@ the bucket once, and the sum does not depend on timing. A rank touches another r
 and its own "reduced", so the next deposit needs no further barrier. A reduction is a fold of one row per rank (comm/fold.py).
 
 Nothing blocks in a hook: an operation is a generator that yields when it would block (comm/operation.py), and every later call into
-the comm advances all operations. Tensors that are not in a shared bucket travel through a *channel* (comm/channel.py), in chunks.
+the comm advances all operations. If cores are free (comm/free_cores.py), a helper thread advances the operations on shared buckets
+instead, until the main thread waits (comm/helper_thread.py). Tensors that are not in a shared bucket travel through a *channel*
+(comm/channel.py), in chunks; the main thread alone advances these operations.
 
 The process descriptors of the other workers show a death within milliseconds; a worker that hangs is found by timeout
 (comm/peer_health.py). Every generation has its own segments: a worker that wakes up after the others have formed a new generation
@@ -25,7 +27,7 @@ import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -35,7 +37,9 @@ from lockstep.comm.base import Op, Pending, bits
 from lockstep.comm.blame import name_ranks
 from lockstep.comm.channel import SLOT_BYTES, Channel
 from lockstep.comm.counters import PlainCounters, counters_for
-from lockstep.comm.fold import BLOCK_BYTES, check_fold, fold_values, reduction, rows_of, values_of
+from lockstep.comm.fold import BLOCK_BYTES, Block, check_fold, fold_values, reduction, rows_of, values_of
+from lockstep.comm.free_cores import cores_are_free
+from lockstep.comm.helper_thread import HelperThread
 from lockstep.comm.operation import Operation, OpGenerator
 from lockstep.comm.peer_health import PeerHealth, PeerProcesses
 from lockstep.comm.segment import Segment, SegmentError
@@ -56,6 +60,7 @@ class Shm:
         counters: For tests; by default the fastest counters for this processor.
         health: The health of a larger comm that this comm is part of.
         place: Returns where the script is now, for error messages (``PeerHealth``).
+        helper_thread: "on", "off" or "auto": on if each worker of this machine has a core for it. Ranks may differ.
 
     Raises:
         SegmentError: On every rank, if the ranks cannot share memory or the buckets do not fit.
@@ -75,6 +80,7 @@ class Shm:
         counters: type[PlainCounters] | None = None,
         health: PeerHealth | None = None,
         place: Callable[[], str] = lambda: "",
+        helper_thread: str = "off",
     ) -> None:
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
         self._counters = counters or counters_for()
@@ -86,9 +92,12 @@ class Shm:
         await_ranks(store, rank, size, timeout_s)
         self._channel = Channel(store, rank, size, self._counters)
         self._processes = PeerProcesses(store, rank, size)
+        self._helper = HelperThread(self._advance_in_flight, f"lockstep-fold-{rank}")
+        self._helper_mode = helper_thread
         self.health = health or PeerHealth(store, rank, size, timeout_s, place)
         self.health.on_failure(_publish_abort(self._channel, rank))
-        self._finalizer = weakref.finalize(self, _close, self.health, self._processes)
+        self.health.on_failure(self._helper.end)
+        self._finalizer = weakref.finalize(self, _close, self.health, self._processes, self._helper)
         if need_bytes and (size > 1 or health is not None):  # ranks that share a health must count the same operations
             try:
                 self._new_segment(size * need_bytes)  # freed at once
@@ -117,6 +126,7 @@ class Shm:
             return torch.zeros(numel, dtype=dtype)
         bucket = SharedBucket(segment, self.rank, self.size, numel, dtype, self._counters)
         self.barrier("the counters of a shared bucket")
+        self._decide_on_helper()
         tensor = bucket.buffers[self.rank].view(-1)  # a new tensor object: when the user drops it, the bucket is dropped
         self._buckets[tensor.data_ptr()] = bucket
         weakref.finalize(tensor, self._buckets.pop, tensor.data_ptr(), None)
@@ -168,12 +178,16 @@ class Shm:
         body = self._channel.exchange(f"barrier: {what}", 0, lambda at, slot: None, lambda at, length: None)
         self._enqueue(body, number, what).wait()
 
+    def await_device(self) -> None:
+        """All results are on the host."""
+
     def progress(self) -> None:
-        """Advance everything in flight without blocking."""
-        if self._in_flight:
-            self._in_flight = [operation for operation in self._in_flight if not operation.advance()]
-        while self._queue and self._queue[0].advance():
-            self._queue.popleft()
+        """Advance everything in flight without blocking, or let the helper thread do it."""
+        if self._in_flight and self._helper.is_on:
+            self._helper.wake()
+        elif self._in_flight:
+            self._advance_in_flight()
+        self._advance_queue()
 
     def advance(self) -> bool:
         """``progress``, and whether an operation is still in flight."""
@@ -184,7 +198,8 @@ class Shm:
         """Put an operation in flight that does not use the channel."""
         operation = Operation(self, body, number, what)
         self._in_flight.append(operation)
-        self.progress()
+        if not self._helper.is_on:  # at the end of a backward a wait follows at once: no need to wake a thread
+            self.progress()
         return operation
 
     def abort(self, reason: str) -> None:
@@ -192,6 +207,9 @@ class Shm:
 
     def postpone_timeouts(self, until: float) -> None:
         self.health.postponed_until = until
+
+    def link_us(self) -> int:
+        return 0
 
     def close(self) -> None:
         self._finalizer()
@@ -210,11 +228,17 @@ class Shm:
     def _fold_bucket(self, bucket: SharedBucket, fold: Fold | None, scale: float | None) -> OpGenerator:
         while not bucket.is_deposited():
             yield
-        for block in bucket.blocks(fold):
-            block.run(scale)
+        yield from self.run_blocks(bucket.blocks(fold), scale)
         bucket.publish_reduced()
         while not bucket.is_reduced():
             yield
+
+    def run_blocks(self, blocks: Sequence[Block], scale: float | None) -> OpGenerator:
+        """Run ``blocks``. Yields only in the helper thread, when the main thread takes over."""
+        for block in blocks:
+            block.run(scale)
+            if self._helper.must_stop:
+                yield
 
     def _fold_through_channel(self, tensor: Tensor, fold: Fold | None, scale: float | None, what: str) -> OpGenerator:
         """Every rank reads some columns of all ranks' rows and runs the whole tree on them."""
@@ -245,6 +269,31 @@ class Shm:
         self._queue.append(operation)
         self.progress()
         return operation
+
+    def _advance_in_flight(self) -> bool:
+        """Advance the operations that do not use the channel; whether any is still in flight. In one thread at a time."""
+        for operation in list(self._in_flight):
+            if operation.advance():
+                self._in_flight.remove(operation)
+            if self._helper.must_stop:
+                break
+        return bool(self._in_flight)
+
+    def _advance_queue(self) -> None:
+        while self._queue and self._queue[0].advance():
+            self._queue.popleft()
+
+    def _advance_here(self) -> None:
+        """Advance everything in the main thread, which has taken over from the helper thread."""
+        self._advance_in_flight()
+        self._advance_queue()
+
+    def _decide_on_helper(self) -> None:
+        """Called for every bucket, decides at the first one: by then the script has set its number of threads."""
+        if self._helper_mode == "auto":
+            self._helper_mode = "on" if cores_are_free(self._processes.ids, torch.get_num_threads()) else "off"
+        if self._helper_mode == "on" and not self._helper.is_on:
+            self._helper.start()
 
     def _new_segment(self, nbytes: int) -> Segment:
         """Rank 0 creates a segment, the others open it. Raises ``SegmentError`` on every rank if one of them cannot."""
@@ -281,8 +330,9 @@ class Shm:
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         began = checked_at = time.monotonic()
         polls = 0
+        self._helper.take_over()
         while not operation.done():
-            self.progress()
+            self._advance_here()
             if operation.done():
                 return
             polls += 1
@@ -303,6 +353,9 @@ class Shm:
         cause = "another worker aborted" if max(self._channel.aborted.read()) else ""
         dead = [] if cause else self._processes.dead()
         if dead:
+            self._advance_here()  # a worker may end as soon as it has done its part of the last operation
+            if operation.done():
+                return
             cause = f"the process of {name_ranks(dead)} has ended"
         if cause or left_s < 0:
             raise self.health.explain(operation.number, operation.what, waited_s, cause)
@@ -315,6 +368,7 @@ def _publish_abort(channel: Channel, rank: int) -> Callable[[], None]:
     return lambda: aborted.publish(rank, 1)
 
 
-def _close(health: PeerHealth, processes: PeerProcesses) -> None:
+def _close(health: PeerHealth, processes: PeerProcesses, helper: HelperThread) -> None:
+    helper.close()
     health.close()
     processes.close()

@@ -2,16 +2,20 @@
 
 One object serves one generation: its groups are built under a fresh store prefix and end with it. Knows nothing of buckets or steps
 beyond the ``what`` it prints. A fold over gloo (comm/fold_gloo.py) needs this thread between its two stages, so it is a generator
-(comm/operation.py). A fold over NCCL (comm/fold_nccl.py) is enqueued on a stream. ``reduce`` is the backend's own all-reduce, which
-needs no thread of ours. A gather over gloo carries its name in a frame (comm/frame.py).
+(comm/operation.py). CUDA tensors go to comm/nccl_group.py. ``reduce`` is the backend's own all-reduce, which needs no thread of
+ours. A gather over gloo carries its name in a frame (comm/frame.py).
+
+Note: gloo until NCCL is connected
+----------------------------------
+NCCL takes half a second or more to connect, and a recovery should not wait for it. With ``gloo_meanwhile`` CUDA tensors travel
+through host memory until all ranks are connected. All ranks must change over at the same operation: each frame says whether its
+rank is connected, and all ranks have the same frames. A fold has the same bits either way.
 """
 
 from __future__ import annotations
 
-import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Literal
@@ -22,16 +26,18 @@ from torch import Tensor
 
 from lockstep.comm.base import Op, Pending, bits, real
 from lockstep.comm.connections import Connections
+from lockstep.comm.device_check import require_working
 from lockstep.comm.fold import check_fold, fold_values, rows_of
 from lockstep.comm.fold_gloo import FoldGroup, GroupRef, ScratchPool, cut_into_pieces, finish_fold, fold_through_host
-from lockstep.comm.fold_nccl import fold_on_stream
 from lockstep.comm.frame import FRAME_BYTES, FramePending, Frames
 from lockstep.comm.gloo_devices import build_gloo, destroy_gloo
+from lockstep.comm.nccl_connect import build_nccl, require_cuda
+from lockstep.comm.nccl_group import NcclGroup
 from lockstep.comm.operation import Done, Driver, FinalWork, InOrder, Operation, OpGenerator
 from lockstep.comm.peer_health import PeerHealth
 from lockstep.comm.store import await_ranks
-from lockstep.comm.torch_pending import CudaPending, GlooPending, StreamWork, slice_of_wait
-from lockstep.errors import PeerError, UsageError
+from lockstep.comm.torch_pending import GlooPending, slice_of_wait
+from lockstep.errors import PeerError
 from lockstep.plan.tree import Fold
 
 
@@ -42,7 +48,6 @@ def _options(op: Any) -> dist.AllreduceOptions:
 
 
 _OPTIONS: dict[Op, dist.AllreduceOptions] = {"sum": _options(dist.ReduceOp.SUM), "mean": _options(dist.ReduceOp.AVG)}
-_BACKEND_TIMEOUT = timedelta(days=7)  # our own waits time out first, and name the rank
 
 
 class TorchGroup:
@@ -55,6 +60,8 @@ class TorchGroup:
         cuda: What carries CUDA tensors: ``"nccl"``, ``"gloo"`` (through host memory; several ranks may share a GPU), or a process
             group that exists already.
         device: The CUDA device of this worker; needed for ``cuda="nccl"``.
+        gloo_meanwhile: Let CUDA tensors travel over gloo until NCCL is connected. None: the constructor waits for the connection.
+            False: the first operation on a CUDA tensor waits.
         driver: If this group is part of a larger comm: drives the operations of both, and has their common health.
         place: Returns where the script is now, for error messages (``PeerHealth``).
 
@@ -71,37 +78,48 @@ class TorchGroup:
         timeout_s: float = 600.0,
         cuda: Literal["nccl", "gloo"] | dist.ProcessGroup = "gloo",
         device: torch.device | None = None,
+        gloo_meanwhile: bool | None = None,
         driver: Driver | None = None,
         place: Callable[[], str] = lambda: "",
     ) -> None:
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
-        self._cuda_pendings: deque[CudaPending] = deque()
-        self._cuda_lock = threading.Lock()
         self._in_flight: list[Operation] = []  # folds over gloo
         self._shares = InOrder()
         self._scratch = ScratchPool()
-        self._fold_stream: torch.cuda.Stream | None = None
-        self._store, self._larger = store, driver
+        self._store, self._larger, self._device = store, driver, device
         store.set_timeout(timedelta(seconds=timeout_s))
         await_ranks(store, rank, size, timeout_s)
         self._connections = Connections()
         self._gloo = [build_gloo(dist.PrefixStore("gloo", store), rank, size, self._connections)]
-        self._nccl: Any = None
-        if isinstance(cuda, dist.ProcessGroup):
-            self._nccl = cuda._get_backend(torch.device("cuda"))  # skips a dispatch per operation
-        elif cuda == "nccl":
-            self._nccl = _build_nccl(dist.PrefixStore("nccl", store), rank, size, device)
-        self.name = "gloo" if self._nccl is None else "nccl"
+        self.name = "gloo" if cuda == "gloo" else "nccl"
         self.health = PeerHealth(store, rank, size, timeout_s, place) if driver is None else driver.health
-        self.health.on_failure(_breaker(self._connections, self._nccl))
-        if self._nccl is not None:
-            self.health.on_poll(_weakly(self._check_cuda))
-        self._finalizer = weakref.finalize(
-            self, _close, self.health, self._connections, self._gloo, self._nccl if cuda == "nccl" else None
-        )
+        self.health.on_failure(self._connections.cut)
+        self._nccl = self._open_nccl(cuda)
+        self._over_nccl = self._nccl is not None and not gloo_meanwhile
+        self._finalizer = weakref.finalize(self, _close, self.health, self._connections, self._gloo, self._nccl)
+        if self._nccl is not None and gloo_meanwhile is None:
+            try:
+                self._nccl.await_ready(0, "its connections over NCCL")
+            except BaseException:
+                self._finalizer()
+                raise
+
+    def _open_nccl(self, cuda: Literal["nccl", "gloo"] | dist.ProcessGroup) -> NcclGroup | None:
+        if cuda == "gloo":
+            return None
+        common = self.health, self.rank, self.size, require_cuda(self._device), self.timeout_s
+        if isinstance(cuda, dist.ProcessGroup):
+            return NcclGroup(*common, backend=cuda._get_backend(torch.device("cuda")))  # skips a dispatch per operation
+        rank, size, device = self.rank, self.size, self._device
+        own: dist.Store = self._store.clone()  # type: ignore[attr-defined]  # a store client serves one thread at a time
+        return NcclGroup(*common, build=lambda: build_nccl(dist.PrefixStore("nccl", own), rank, size, device))
 
     def averages(self, tensor: Tensor) -> bool:
-        return tensor.is_cuda and self._nccl is not None
+        return self._nccl_for(tensor) is not None
+
+    def _nccl_for(self, tensor: Tensor) -> NcclGroup | None:
+        """What carries the tensor; None: gloo."""
+        return self._nccl if self._over_nccl and tensor.is_cuda else None
 
     def buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.zeros(numel, dtype=dtype, device=device)
@@ -121,8 +139,9 @@ class TorchGroup:
             rows = rows_of(tensor, fold.width)
             fold_values(rows[: len(fold.held[0])].unbind(), fold, scale, [rows[0]])
             return Done()
-        if tensor.is_cuda and self._nccl is not None:
-            return self._fold_on_stream(tensor, fold, scale, number, what)
+        nccl = self._nccl_for(tensor)
+        if nccl is not None:
+            return nccl.fold(tensor, fold, scale, number, what)
         if len(self._gloo) == 1:
             self._connect_for_results(what)
 
@@ -141,7 +160,7 @@ class TorchGroup:
         number = self.health.begin(what)
         data = bits(tensor)
         rows = bits(output).view(self.size, data.numel())
-        if not (tensor.is_cuda and self._nccl is not None):
+        if self._nccl_for(tensor) is None:
             first = self._gather_frames(data, rows, number, what)
             if data.numel() <= FRAME_BYTES:
                 return first
@@ -156,9 +175,17 @@ class TorchGroup:
 
     def _gather_frames(self, data: Tensor, rows: Tensor, number: int, what: str) -> FramePending:
         """Gather the first ``FRAME_BYTES`` of ``data`` over gloo, and compare ``what`` and the size of ``data``."""
-        frames = Frames(data, self.size, what)
+        frames = Frames(data, self.size, what, is_connected=self._nccl is not None and self._nccl.is_ready)
         pending = self._issue("allgather", ([frames.received], [frames.mine]), frames.mine, number, what)
-        return FramePending(pending, self.health, frames, rows, number, what)
+        return FramePending(pending, self.health, frames, rows, number, what, self._on_frames)
+
+    def _on_frames(self, frames: Frames) -> None:
+        """All ranks call this with the same frames, after the same operation."""
+        self._over_nccl = self._over_nccl or frames.all_connected()
+
+    def await_device(self) -> None:
+        if self._nccl is not None:
+            self._nccl.await_device()
 
     def progress(self) -> None:
         """Advance folds over gloo. All other operations have threads of gloo's or NCCL's."""
@@ -172,12 +199,19 @@ class TorchGroup:
     def postpone_timeouts(self, until: float) -> None:
         self.health.postponed_until = until
 
+    def link_us(self) -> int:
+        return self._connections.link_us()
+
     def close(self) -> None:
+        has_failed = self._finalizer.alive and self.health.error is not None
         self._finalizer()
+        if has_failed and self._device is not None and self._device.type == "cuda":
+            require_working(self._device, self._nccl.streams if self._nccl is not None else ())
 
     def _issue(self, operation: str, arguments: tuple[Any, ...], tensor: Tensor, number: int, what: str) -> Pending:
-        if tensor.is_cuda and self._nccl is not None:
-            return self._track(getattr(self._nccl, operation)(*arguments), number, what)
+        nccl = self._nccl_for(tensor)
+        if nccl is not None:
+            return nccl.issue(operation, arguments, number, what)
         try:
             work = getattr(self._gloo[0], operation)(*arguments)
         except RuntimeError as error:  # the connection was cut before the operation began
@@ -248,77 +282,9 @@ class TorchGroup:
         assert isinstance(operation.waits_for, FinalWork), "every operation waits for its ticket"
         return operation.waits_for.work
 
-    # -- CUDA --------------------------------------------------------------------------------
 
-    def _fold_on_stream(self, tensor: Tensor, fold: Fold, scale: float | None, number: int, what: str) -> Pending:
-        """Enqueue the fold on a stream of its own: a backward is not delayed."""
-        with torch.cuda.device(tensor.device):
-            if self._fold_stream is None:
-                self._fold_stream = torch.cuda.Stream()
-            self._fold_stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._fold_stream):
-                fold_on_stream(self._nccl, self.rank, self.size, tensor, fold, scale)
-            tensor.record_stream(self._fold_stream)
-            return self._track(StreamWork(self._fold_stream, tensor.device), number, what)
-
-    def _track(self, work: Any, number: int, what: str) -> CudaPending:
-        pending = CudaPending(self.health, work, number, what)
-        self._cuda_pendings.append(pending)
-        if len(self._cuda_pendings) > 32:  # a work keeps its tensors alive
-            self._drop_completed()
-        return pending
-
-    def _check_cuda(self) -> None:
-        """Called by the thread of ``PeerHealth``: a CUDA wait does not block the host, so it cannot time out itself."""
-        oldest = self._drop_completed()
-        if oldest is not None and oldest.is_overdue(self.timeout_s):
-            self.health.explain(oldest.number, oldest.what, oldest.waited_s())
-        elif oldest is not None:
-            self.health.compare_calls(oldest.number, oldest.waited_s())
-
-    def _drop_completed(self) -> CudaPending | None:
-        """Forget completed operations; returns the oldest operation that is not complete."""
-        with self._cuda_lock:
-            while self._cuda_pendings and self._cuda_pendings[0].done():
-                self._cuda_pendings.popleft()
-            return self._cuda_pendings[0] if self._cuda_pendings else None
-
-
-def _build_nccl(store: dist.Store, rank: int, size: int, device: torch.device | None) -> Any:
-    if device is None or device.type != "cuda":
-        raise UsageError(f"NCCL needs the CUDA device of this worker, not {device}. Pass device=torch.device('cuda', N).")
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = _BACKEND_TIMEOUT
-    nccl = dist.ProcessGroupNCCL(store, rank, size, options)
-    nccl.eager_connect_single_device(device)
-    return nccl
-
-
-def _breaker(connections: Connections, nccl: Any) -> Callable[[], None]:
-    """Ends all waits. The thread of ``PeerHealth`` must not keep the comm alive."""
-
-    def end_waits() -> None:
-        connections.cut()
-        if nccl is not None:
-            nccl.abort()
-
-    return end_waits
-
-
-def _weakly(method: Callable[[], None]) -> Callable[[], None]:
-    """Calls ``method`` as long as its object lives, without keeping the object alive."""
-    ref = weakref.WeakMethod(method)
-
-    def call() -> None:
-        alive = ref()
-        if alive is not None:
-            alive()
-
-    return call
-
-
-def _close(health: PeerHealth, connections: Connections, gloo: list[Any], nccl: Any) -> None:
+def _close(health: PeerHealth, connections: Connections, gloo: list[Any], nccl: NcclGroup | None) -> None:
     health.close()
     if nccl is not None:
-        nccl.shutdown()
+        nccl.close()
     destroy_gloo(connections, gloo)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
@@ -12,6 +15,7 @@ from lockstep.comm.operation import Driver
 from lockstep.comm.peer_health import PeerHealth
 
 _SLICE_S = 0.5  # a wait returns to Python this often, so that Ctrl-C works
+_SUCCESS = 0  # of torch's WorkResult
 _BUSY_SLICE_S = 0.001  # and this often if another operation may need this thread
 
 
@@ -52,16 +56,20 @@ class GlooPending:
 class CudaPending:
     """A work with ``wait``, which makes the current stream wait, and ``is_completed``.
 
-    ``wait`` does not block the host: the thread of ``PeerHealth`` finds a work that never completes.
+    ``wait`` does not block the host: the thread of ``PeerHealth`` finds a work that never completes. ``explaining(number, what)``
+    is a context in which errors become the error of the comm.
     """
 
-    def __init__(self, health: PeerHealth, work: Any, number: int, what: str) -> None:
-        self._health, self._work, self.number, self.what = health, work, number, what
+    def __init__(
+        self, health: PeerHealth, work: Any, explaining: Callable[[int, str], AbstractContextManager[None]], number: int, what: str
+    ) -> None:
+        self._health, self._work, self._explaining, self.number, self.what = health, work, explaining, number, what
         self._waiting_since: float | None = None
 
     def wait(self, timeout_s: float | None = None) -> None:
         self._health.raise_if_failed()
-        self._work.wait()
+        with self._explaining(self.number, self.what):
+            self._work.wait()
         self._waiting_since = time.monotonic()
 
     def waited_s(self) -> float:
@@ -71,7 +79,44 @@ class CudaPending:
         return self._waiting_since is not None and self._health.time_left_s(self._waiting_since, timeout_s) < 0
 
     def done(self) -> bool:
+        """Raises RuntimeError if NCCL or the device has reported an error."""
         return bool(self._work.is_completed())
+
+
+class IssuedWork:
+    """A work of torch's NCCL backend.
+
+    ``calls`` is held by the thread that calls NCCL or aborts it: to ask a work during an abort would block the interpreter.
+    ``is_ours``: the group was built for blocking waits (comm/nccl_connect.py), so ``wait`` must not be used.
+    """
+
+    def __init__(self, work: Any, calls: threading.RLock, *, is_ours: bool) -> None:
+        self._work, self._calls, self._is_ours = work, calls, is_ours
+
+    def wait(self) -> None:
+        """Make the current stream wait."""
+        if not self._is_ours:
+            self._work.wait()
+        elif hasattr(self._work, "block_current_stream"):  # torch 2.9: the same as synchronize, which prints that it is deprecated
+            self._work.block_current_stream()
+        else:
+            self._work.synchronize()
+
+    def is_completed(self) -> bool:
+        if not self._calls.acquire(blocking=False):
+            return False
+        try:
+            is_completed = bool(self._work.is_completed())  # also if NCCL has reported an error: then nothing is complete
+            if is_completed and self.has_failed():
+                raise RuntimeError("NCCL reported an error of a connection; see the end of this worker's log")
+            return is_completed
+        finally:
+            self._calls.release()
+
+    def has_failed(self) -> bool:
+        """Whether ``is_completed`` has found an error of NCCL."""
+        result = self._work.get_future_result()
+        return bool(result.done() and result.value() != _SUCCESS)
 
 
 class StreamWork:

@@ -64,6 +64,7 @@ class TwoLevel:
         timeout_s: float = 600.0,
         need_bytes: int = 0,
         place: Callable[[], str] = lambda: "",
+        helper_thread: str = "off",
     ) -> None:
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
         self._ranks = [[r for r in range(size) if machines[r] == name] for name in dict.fromkeys(machines)]  # by machine
@@ -78,6 +79,7 @@ class TwoLevel:
             timeout_s=timeout_s,
             need_bytes=need_bytes,
             health=health,
+            helper_thread=helper_thread,
         )
         self._all = TorchGroup(dist.PrefixStore("all", store), rank, size, timeout_s=timeout_s, driver=self._local)
         self._connections = Connections()
@@ -140,8 +142,7 @@ class TwoLevel:
         while not bucket.is_deposited():
             yield
         for carried in slices:
-            for block in carried.blocks:
-                block.run(None)
+            yield from self._local.run_blocks(carried.blocks, None)
             self.bytes_between += (len(carried.rows) + 1) * carried.out.nbytes // 2
         yield from between
         for carried in slices:
@@ -204,6 +205,9 @@ class TwoLevel:
     def barrier(self, what: str = "a barrier") -> None:
         self._all.barrier(what)
 
+    def await_device(self) -> None:
+        """All results are on the host."""
+
     def progress(self) -> None:
         self._local.progress()
 
@@ -212,6 +216,9 @@ class TwoLevel:
 
     def postpone_timeouts(self, until: float) -> None:
         self._local.postpone_timeouts(until)
+
+    def link_us(self) -> int:
+        return self._connections.link_us() + self._all.link_us()
 
     def close(self) -> None:
         self._finalizer()

@@ -37,6 +37,17 @@ class SavedRandomness:
         self._numpy: Any = None if numpy is None else numpy.random.get_state()
         self._cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
 
+    def drawn_on_host(self) -> list[str]:
+        """Returns the generators of the host that have drawn numbers, or were seeded, since construction."""
+        found = []
+        if self._python != random.getstate():
+            found.append("random")
+        if not torch.equal(self._torch, torch.default_generator.get_state()):
+            found.append("torch on the CPU")
+        if self._numpy is not None and _listed(self._numpy) != _listed(sys.modules["numpy"].random.get_state()):
+            found.append("numpy.random")
+        return found
+
     def restore(self) -> None:
         """Set every generator back to the saved state. May be called any number of times."""
         random.setstate(self._python)
@@ -45,6 +56,10 @@ class SavedRandomness:
             sys.modules["numpy"].random.set_state(self._numpy)
         if self._cuda is not None:
             torch.cuda.set_rng_state(self._cuda)
+
+
+def _listed(state: Any) -> list[Any]:
+    return [part.tolist() if hasattr(part, "tolist") else part for part in state]
 
 
 @contextmanager

@@ -30,7 +30,7 @@ _SSH_S = 6
 _HEAD_S = 15.0
 
 
-def add_parser(commands: Any) -> None:
+def add_parsers(commands: Any) -> None:
     """Add `doctor` to the subcommands of a parser. ``execute`` of the parsed arguments runs the command."""
     help = "check whether a run would start, on this machine or on several"
     parser = commands.add_parser("doctor", help=help, allow_abbrev=False)

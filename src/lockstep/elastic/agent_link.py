@@ -24,7 +24,7 @@ from lockstep.comm.agent_store import AgentStore
 from lockstep.comm.base import Comm
 from lockstep.comm.open_comm import open_comm
 from lockstep.comm.store import StoreWaitError
-from lockstep.errors import PeerError
+from lockstep.errors import PeerError, UsageError
 from lockstep.world import AgentEndpoint, World
 
 _PART_CHARS = 1 << 16
@@ -129,17 +129,28 @@ class AgentLink:
     def generation(self) -> int:
         return self._current.number if self._current is not None else 0
 
-    def join(self, max_workers: int) -> Comm | None:
+    def join(self, max_workers: int, gpu: str = "") -> Comm | None:
         """Ask to belong to the run, which can use ``max_workers``. Blocks until a generation includes this worker.
+
+        Args:
+            max_workers: The number of lanes.
+            gpu: The name of this worker's GPU if no other worker may use it, else empty (comm/open_comm.py: own_gpu).
 
         Returns:
             The comm of that generation, or of a later one if a member was lost meanwhile. None if this worker is a newcomer: then
             ``run_size`` is the number of members.
 
         Raises:
+            UsageError: A ``Run`` of this process has joined before. The agent has one run, and its workers are its members.
             SystemExit: The agent has dismissed this worker.
         """
-        self.send(type="join", most=max_workers, stage=-1)
+        if self._socket.has_joined:
+            raise UsageError(
+                "this script has constructed a second Run: under `lockstep run` each worker has one, also after run.close(). Train "
+                "all models in one Run, or start a script of its own for each Run."
+            )
+        self._socket.has_joined = True
+        self.send(type="join", most=max_workers, stage=-1, gpu=gpu)
         answer = self._await(Generation, _Prepare)
         if isinstance(answer, _Prepare):
             self.run_size = answer.size
@@ -149,6 +160,8 @@ class AgentLink:
 
     def join_loop(self, stage: int) -> Comm | None:
         """Ask to become a member in loop number ``stage`` of the script. A newcomer calls it at the entry of each loop.
+
+        A spare waits here, without using the CPU, until a member is lost or the members enter their next loop.
 
         Returns:
             The comm of the first generation that includes this worker; None if the run has passed that loop.

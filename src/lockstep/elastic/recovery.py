@@ -4,7 +4,8 @@ With an agent, the survivors of a lost worker form the next generation. If all o
 it; otherwise they repeat it. Without an agent (a lone process, torchrun, mpirun) nothing can be recovered: the PeerError is raised.
 
     a worker is lost, or a change is due
-      -> discard the step -> AgentLink.next (the agent names the members) -> rebind to the new comm -> align states -> continue
+      -> close the comm -> discard the step -> AgentLink.next (the agent names the members)
+      -> rebind to the new comm -> align states -> continue
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from lockstep.elastic.transfer import WorkerProgress, align
 from lockstep.elastic.worker_group import WorkerGroup
 from lockstep.errors import LockstepError, PeerError
 from lockstep.launcher import worker
+from lockstep.recording.recorder import Recorder
+from lockstep.recording.records import RECOVERY
 
 T = TypeVar("T")
 
@@ -58,14 +61,19 @@ class Recovery:
         state: Stateful,
         device: torch.device,
         callbacks: RecoveryCallbacks,
+        recorder: Recorder | None = None,
     ) -> None:
+        self._recorder = recorder or Recorder()
         self._workers, self._journal, self._state, self._device, self._callbacks = workers, journal, state, device, callbacks
         self._holds_state = False
+        self.is_member = False
+        """Whether this worker belongs to the current generation. False while it leaves one, and after it was dismissed."""
 
     def begin(self) -> None:
         """Share the initial state, or receive the state of a run that others have begun. All workers call it once."""
         if self._workers.link is None:
             self._callbacks.start()
+            self.is_member = True
             return
         worker.step_now = self._callbacks.committed_steps  # shown if the script raises
         if not self._workers.is_newcomer:
@@ -119,15 +127,18 @@ class Recovery:
         """Leave this generation and enter the next. All members call it, after a loss or after the same step."""
         link = self._workers.link
         assert link is not None
-        if not self._callbacks.has_averages():
-            self._callbacks.discard_step()
-        while True:
-            self._workers.comm.close()
-            try:
-                self._enter(link.next(self._steps()))
-                return
-            except PeerError as error:
-                link.report_lost(error)
+        self.is_member = False
+        with self._recorder.within(RECOVERY):
+            self._workers.comm.close()  # first: if the device has failed it raises a DeviceError, and all other uses torch's error
+            if not self._callbacks.has_averages():
+                self._callbacks.discard_step()
+            while True:
+                try:
+                    self._enter(link.next(self._steps()))
+                    return
+                except PeerError as error:
+                    link.report_lost(error)
+                    self._workers.comm.close()
 
     def _enter(self, comm: Comm) -> None:
         """Bring this worker to the point where the others are. If no member holds a state yet, all take rank 0's."""
@@ -155,6 +166,7 @@ class Recovery:
             journal.complete(aligned.result)
         self._holds_state = True
         self._callbacks.aligned(comm)
+        self.is_member = True
 
     def _steps(self) -> int:
         return self._callbacks.committed_steps() if self._holds_state else -1

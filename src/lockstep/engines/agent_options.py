@@ -9,6 +9,8 @@ from pathlib import Path
 
 from lockstep.errors import UsageError
 from lockstep.launcher.command_line import read_entrypoint
+from lockstep.launcher.run_registry import RUNS_FOLDER
+from lockstep.launcher.run_removal import remove_oldest
 
 
 def script_words(given: argparse.Namespace) -> list[str]:
@@ -29,16 +31,19 @@ def refuse_debugger(given: argparse.Namespace, option: str) -> None:
 
 
 def run_folder(given: argparse.Namespace) -> Path:
-    """The folder of the run on this machine. It is made by the head."""
+    """The folder of the run on this machine. It is made by the head. Old folders beside it are removed."""
     name = time.strftime("%Y%m%d-%H%M%S", time.localtime()) + f"-{os.getpid()}"
-    return Path(os.path.abspath(given.run_dir if given.run_dir is not None else Path("lockstep-runs") / name))
+    if given.run_dir is None:
+        remove_oldest(Path(os.path.abspath(RUNS_FOLDER)), given.keep_runs - 1)
+    return Path(os.path.abspath(given.run_dir if given.run_dir is not None else Path(RUNS_FOLDER) / name))
 
 
 def head_options(given: argparse.Namespace, workers: int) -> list[str]:
     """Options of the head besides its address, its token and its folder. ``workers``: how many there must be to begin."""
     options = ["--min-workers", str(workers), "--hang-timeout", f"{given.hang_timeout:g}", "--grace", f"{given.grace:g}"]
     options += ["--max-respawns", str(given.max_respawns), "--max-restarts", str(given.max_restarts)]
-    return options + ["--no-respawn"] * given.no_respawn + ["--ledger"] * given.ledger
+    options += ["--spares", str(given.spares)]
+    return options + ["--no-respawn"] * given.no_respawn + ["--ledger"] * given.ledger + ["--plain"] * given.plain
 
 
 def agent_words(given: argparse.Namespace, workers: int, run_dir: Path) -> list[str]:

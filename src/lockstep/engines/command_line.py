@@ -15,6 +15,12 @@ ENGINES = ("ray", "slurm")
 _RAY_OPTIONS = ("gpus_per_worker", "workers_per_node", "address", "working_dir", "runtime_env")
 
 
+def add_parsers(commands: Any) -> None:
+    """Add `run`, with the options of the engines, and `scale` to the subcommands of a parser."""
+    command_line.add_parsers(commands)
+    add_options(commands.choices["run"])
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options to the parser of `lockstep run`. Without them, it runs on this machine alone."""
     parser.set_defaults(execute=run)

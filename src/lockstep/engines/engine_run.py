@@ -7,6 +7,7 @@ process is killed: its children die with it, and the agents elsewhere see the en
 from __future__ import annotations
 
 import math
+import os
 import selectors
 import signal
 import time
@@ -65,6 +66,7 @@ class EngineRun:
         self._agents: list[_Agents] = []
         self._loop = EventLoop(self._on_signal)
         self._output = NonblockingOutput()
+        self._erases = os.isatty(2) and os.environ.get("TERM") not in (None, "", "dumb", "unknown")
         self._signal: int | None = None
         self._end_at = math.inf  # if no agent has come back by then
 
@@ -161,7 +163,7 @@ class EngineRun:
     def _on_line(self, agents: _Agents, number: int, line: str) -> None:
         if number == 2:
             if agents.has_started:
-                self._output.write(2, f"[{agents.start.name}] {line}\n".encode())
+                self._write(f"[{agents.start.name}] {line}\n")
         elif line == STARTED:
             agents.has_started, agents.is_up, agents.delay_s = True, True, _FIRST_DELAY_S
 
@@ -212,4 +214,9 @@ class EngineRun:
         self._output.flush(1.0)
 
     def _say(self, sentence: str) -> None:
-        self._output.write(2, f"lockstep: {sentence}\n".encode())
+        self._write(f"lockstep: {sentence}\n")
+
+    def _write(self, text: str) -> None:
+        """The head, a process of its own, may have drawn its progress on the same terminal: erase it; the head draws it again."""
+        erase = b"\x1b[J" if self._erases else b""
+        self._output.write(2, erase + text.encode())

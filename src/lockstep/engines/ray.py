@@ -67,6 +67,7 @@ def launch(
     hang_timeout: float = 30.0,
     max_respawns: int = 10,
     max_restarts: int = 3,
+    spares: int = 0,
     ledger: bool = False,
 ) -> Any:
     """Run a script or a function on workers of a Ray cluster, and wait for its end.
@@ -92,6 +93,7 @@ def launch(
         hang_timeout: A worker for which others wait this many seconds is killed.
         max_respawns: How many workers are replaced in 5 minutes.
         max_restarts: How often all workers are started again, if they do not use ``lockstep.Run``.
+        spares: How many more workers stand by, to take the place of one that is lost.
         ledger: Whether to record which sample was committed in which step.
 
     Returns:
@@ -113,6 +115,7 @@ def launch(
         **{"n": workers, "cpus_per_worker": cpus_per_worker, "gpus_per_worker": gpus_per_worker},
         **{"workers_per_node": workers_per_node, "run_dir": None if run_dir is None else os.fspath(run_dir)},
         **{"hang_timeout": float(hang_timeout), "max_respawns": max_respawns, "max_restarts": max_restarts, "ledger": ledger},
+        **{"spares": spares, "plain": False},
         **{"grace": 10.0, "no_respawn": False, "preload": None, "interface": None, "module": None, "script": []},
     )
     words: list[str] | None = None

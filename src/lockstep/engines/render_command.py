@@ -31,7 +31,7 @@ _NOTE = (
 )
 
 
-def add_parser(commands: Any) -> None:
+def add_parsers(commands: Any) -> None:
     """Add `render` to the subcommands of a parser. ``execute`` of the parsed arguments runs the command."""
     parser = commands.add_parser("render", help="write what Kubernetes or Slurm needs to start a run", allow_abbrev=False)
     parser.set_defaults(execute=_no_command)

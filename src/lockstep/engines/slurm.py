@@ -106,7 +106,8 @@ def was_stopped(run_folder: Path) -> bool:
     except (OSError, ValueError):
         return False
     ends = [event for event in events if event["kind"] == "end"]
-    return bool(ends) and ends[-1].get("stopped_after") is not None
+    by_person = any(event["kind"] == "stop requested" for event in events)  # `lockstep stop`
+    return bool(ends) and ends[-1].get("stopped_after") is not None and not by_person
 
 
 def requeue(job: str) -> None:

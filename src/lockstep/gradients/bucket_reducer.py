@@ -24,35 +24,32 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from lockstep.comm.base import Comm, Pending, real
+from lockstep.comm.base import Comm, Pending
 from lockstep.errors import UsageError
+from lockstep.gradients.bucket_memory import reals_of
 from lockstep.plan.buckets import BucketPlan, BucketSpec, ParamSpec, plan_buckets
+from lockstep.recording.recorder import Recorder
 
 _profiler_runs: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
 
 class Bucket:
-    """The memory of one ``BucketSpec``: ``rows`` flat rows from the comm, and a view of every row for every gradient.
+    """The memory of one ``BucketSpec``: ``rows`` rows of ``length`` elements, and a view of every row for every gradient.
 
         wire    | row 0: slot 0 |pad| slot 1 ... | row 1: slot 0 |pad| slot 1 ... | ... | presence |
 
-    ``wire`` is what the comm sends. ``flat`` is row 0 in the dtype of the gradients: it becomes the result, and ``param.grad``
-    becomes a view of it. ``views[row][slot]`` has the layout of the slot's parameter. ``presence`` are the last elements.
-    ``missing`` counts the gradients that this backward has not put into the bucket yet.
+    ``wire`` is what the comm sends (bucket_memory.py allocates it). ``flat`` is row 0 in the dtype of the gradients: it becomes the
+    result, and ``param.grad`` becomes a view of it. ``views[row][slot]`` has the layout of the slot's parameter. ``presence`` are
+    the last elements. ``missing`` counts the gradients that this backward has not put into the bucket yet.
     """
 
-    def __init__(
-        self, index: int, spec: BucketSpec, params: Sequence[Tensor], comm: Comm, *, rows: int = 1, presence: int = 0
-    ) -> None:
-        self.index = index
+    def __init__(self, index: int, spec: BucketSpec, params: Sequence[Tensor], wire: Tensor, length: int, rows: int = 1) -> None:
+        self.index, self.wire = index, wire
         self.members = [slot.param for slot in spec.slots]
         self.params = [params[i] for i in self.members]
-        first = self.params[0]
-        reals = 2 if first.is_complex() else 1
-        self.wire = comm.buffer((rows * spec.numel + presence) * reals, real(first.detach()).dtype, first.device)
-        memory = torch.view_as_complex(self.wire.view(-1, 2)) if first.is_complex() else self.wire
-        row_tensors = [memory[r * spec.numel : (r + 1) * spec.numel] for r in range(rows)]
-        self.flat, self.presence = row_tensors[0], memory[rows * spec.numel :]
+        memory = torch.view_as_complex(wire.view(-1, 2)) if reals_of(spec) == 2 else wire
+        row_tensors = [memory[r * length : (r + 1) * length] for r in range(rows)]
+        self.flat, self.presence = row_tensors[0], memory[rows * length :]
         self.views = [
             [_view_like(row, slot.offset, param) for slot, param in zip(spec.slots, self.params, strict=True)]
             for row in row_tensors
@@ -66,20 +63,31 @@ B = TypeVar("B", bound=Bucket)
 class BucketReducer(ABC, Generic[B]):
     """Base of the reducers. A subclass says what happens to complete gradients (``_take``) and how a bucket is sent (``_launch``).
 
-    ``sparse`` holds the indices of the parameters that get sparse gradients: they have no place in a bucket.
+    ``sparse`` holds the indices of the parameters that get sparse gradients: they have no place in a bucket. ``dtypes`` holds the
+    dtype of each gradient in its bucket. Default: that of its parameter.
     """
 
     _plans_kept = 1
     """How many plans keep their buckets: more than 1 if parameters are frozen and unfrozen in turn (two models in one step)."""
 
     def __init__(
-        self, params: Sequence[Tensor], names: Sequence[str], comm: Comm, cap_bytes: int, sparse: frozenset[int] = frozenset()
+        self,
+        params: Sequence[Tensor],
+        names: Sequence[str],
+        comm: Comm,
+        cap_bytes: int,
+        sparse: frozenset[int] = frozenset(),
+        dtypes: Sequence[torch.dtype] | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self.step = 0
+        self._recorder = recorder or Recorder()
         self.plan = BucketPlan((), ())
         self._params, self._names, self._comm, self._cap_bytes, self._sparse = params, names, comm, cap_bytes, sorted(sparse)
+        self._dtypes = [p.dtype for p in params] if dtypes is None else dtypes
         self._specs = [
-            ParamSpec(name, p.numel(), p.element_size(), str(p.dtype), str(p.device)) for name, p in zip(names, params, strict=True)
+            ParamSpec(name, p.numel(), dtype.itemsize, str(dtype), str(p.device))
+            for name, p, dtype in zip(names, params, self._dtypes, strict=True)
         ]
         self._usual_fires = [0] * len(params)  # how often each gradient fired per backward, at most, so far
         self._order = list(range(len(params)))[::-1]  # in which gradients become ready; until it is learned: later layers first
@@ -142,6 +150,7 @@ class BucketReducer(ABC, Generic[B]):
         limit = len(self._buckets) - (not at_end)
         while self._launched < limit and (at_end or self._buckets[self._launched].missing == 0):
             bucket = self._buckets[self._launched]
+            self._recorder.bucket_sent(bucket.index, bucket.wire.nbytes)
             if _profiler_runs():  # record_function costs microseconds even if no profiler runs
                 with torch.profiler.record_function(f"lockstep::reduce bucket {bucket.index}"):
                     self._pending.append(self._launch(bucket))

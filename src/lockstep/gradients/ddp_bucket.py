@@ -10,7 +10,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lockstep.comm.base import Comm
 from lockstep.gradients.bucket_reducer import Bucket
 from lockstep.gradients.partial_sums import copy_scaled, multiply
 from lockstep.plan.buckets import BucketSpec
@@ -19,8 +18,8 @@ from lockstep.plan.buckets import BucketSpec
 class DdpBucket(Bucket):
     """One row of gradients, in the last bucket followed by one presence element per planned parameter."""
 
-    def __init__(self, index: int, spec: BucketSpec, params: Sequence[Tensor], comm: Comm) -> None:
-        super().__init__(index, spec, params, comm, presence=spec.presence)
+    def __init__(self, index: int, spec: BucketSpec, params: Sequence[Tensor], wire: Tensor, length: int) -> None:
+        super().__init__(index, spec, params, wire, length)
         self.gradients = self.views[0]
         self.ready_slots: list[int] = []
         """Slots whose gradients are complete and not copied yet."""

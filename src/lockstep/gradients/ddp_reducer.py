@@ -9,6 +9,9 @@ hook fired: autograd calls the hook of a parameter whose gradient is undefined (
 element, 1 or 0, for every parameter is sent at the end of the last bucket. A rank reads the sums of the presence elements only if
 it lacks a gradient: if some rank had one, the mean becomes ``grad``; if none had, ``grad`` stays None, as in one process. On CUDA
 a rank that lacks nothing never synchronises with the device.
+
+A rank that is alone sends nothing: its gradients stay where autograd has put them, and it has no buckets. Only a communication
+hook or another ``reduce_dtype`` needs buckets then, because they change the gradients.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from torch import Tensor
 
 from lockstep.comm.base import Comm, Op, Pending
 from lockstep.errors import TorchUsageError
+from lockstep.gradients.bucket_memory import allocate
 from lockstep.gradients.bucket_reducer import BucketReducer
 from lockstep.gradients.comm_hook import Hook, run_hook
 from lockstep.gradients.ddp_bucket import DdpBucket
@@ -97,6 +101,7 @@ class DdpReducer(BucketReducer[DdpBucket]):
     def set_reduce_dtype(self, dtype: torch.dtype) -> None:
         """Send gradients in ``dtype`` from the next backward on. Equal on all ranks."""
         self._reduce_dtype, self._scalings = dtype, []
+        self._plan_anew_if_alone()
 
     def set_hook(self, hook: Hook, state: Any) -> None:
         """Send every bucket through ``hook(state, bucket)`` instead of the comm. Raises TorchUsageError the second time."""
@@ -104,6 +109,12 @@ class DdpReducer(BucketReducer[DdpBucket]):
             raise TorchUsageError("a communication hook is already registered. A model takes one hook, once.")
         self._hook = (hook, state)
         self._scalings = []
+        self._plan_anew_if_alone()
+
+    def _plan_anew_if_alone(self) -> None:
+        """A rank that is alone has buckets only if it sends something else than gradients."""
+        if self._comm.size == 1:
+            self._planned = []
 
     @property
     def hook_name(self) -> str:
@@ -134,6 +145,8 @@ class DdpReducer(BucketReducer[DdpBucket]):
             self._averaging = averaging
             self._scalings = [self._scaling(bucket) for bucket in self._buckets]
         self._in_backward = True
+        if not self._buckets:
+            return bytes(len(self._params))
         return self._report_mask if not self._suspects else self._mask_with_suspects()
 
     def _recover_from_exception(self) -> None:
@@ -154,6 +167,9 @@ class DdpReducer(BucketReducer[DdpBucket]):
         return bytes(bit or index in self._suspects for index, bit in enumerate(self._report_mask))
 
     def ready(self, indices: Sequence[int]) -> None:
+        if not self._buckets:
+            self.note_order(indices)
+            return
         if self._suspects and indices and indices[-1] in self._suspects and self._params[indices[-1]].grad is not None:
             self._defined.add(indices[-1])
         super().ready(indices)
@@ -205,7 +221,11 @@ class DdpReducer(BucketReducer[DdpBucket]):
     # -- launching ---------------------------------------------------------------------------
 
     def _allocate(self) -> list[DdpBucket]:
-        return [DdpBucket(k, spec, self._params, self._comm) for k, spec in enumerate(self.plan.buckets)]
+        if self._comm.size == 1 and self._hook is None and self._reduce_dtype is None:
+            return []  # gradients stay where autograd has put them
+        specs = self.plan.buckets
+        wires = allocate(specs, [spec.numel + spec.presence for spec in specs], self._comm)
+        return [DdpBucket(k, spec, self._params, wires[k], spec.numel) for k, spec in enumerate(specs)]
 
     def _launch(self, bucket: DdpBucket) -> Pending:
         scaling, active = self._scalings[bucket.index], self._averaging.active

@@ -10,7 +10,7 @@ class EngineState(enum.Enum):
     LANE = "a lane was started; its backward has not begun (or may be followed by another one)"
     BACKWARD = "inside a lane's backward"
     FOLDED = "the lane's gradients are in the partial sums; more lanes follow"
-    AVERAGED = "this worker has the averages of the step; other workers may still wait for theirs"
+    AVERAGED = "this worker has the averages of the step, in the memory of its device; other workers may still wait for theirs"
     UNCONFIRMED = "every worker has the averages, and this worker has what all have logged; others may still wait for that"
     CONFIRMED = "every worker has the averages and what all have logged: the step may commit"
     DISCARDED = "the set of workers changed; this micro-batch counts for nothing"

@@ -9,6 +9,13 @@ Note: how a change is detected
 ------------------------------
 By value: batch normalisation writes its statistics without a new version number of the tensor. Buffers above 64 KB that have never
 changed (masks, tables) are compared by value in two of every 100 steps, and by version number and identity in the other steps.
+
+Note: buffers on a GPU
+----------------------
+The host does not wait for the device to learn whether a value changed. There the control word says which buffers *may* have
+changed: all small ones, and the large ones that have changed before. For each floating-point buffer one more element is added up
+along the tree: whether a lane changed it. If no lane did, the device keeps the value of the step's beginning instead of the mean.
+Only large buffers that never changed make the host wait, in two of every 100 steps.
 """
 
 from __future__ import annotations
@@ -19,9 +26,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lockstep.comm.base import Comm, bits
+from lockstep.comm.base import Comm, bits, real
+from lockstep.comm.fold_nccl import row_length
 from lockstep.gradients.buffers import Buffers
 from lockstep.gradients.lane_reducer import LaneWeights
+from lockstep.gradients.packed import differ, group_by_kind, pack, spread
 from lockstep.gradients.partial_sums import PartialSums, Value, copy_scaled, headroom_of
 from lockstep.plan.tree import Fold, carries
 
@@ -39,7 +48,8 @@ class LaneBuffers:
         self._tensors: list[Tensor] = []  # the buffers when they were last equal to the copies, and their version numbers
         self._versions: list[int] = []
         self._large_that_change: set[int] = set()
-        self._changed_values: dict[int, dict[int, Tensor]] = {}  # lane -> {buffer: value after the lane}
+        self._changed_values: dict[int, dict[int, Tensor]] = {}  # lane -> {buffer: elements after the lane}
+        self._has_changed: dict[int, dict[int, Tensor]] = {}  # lane -> {floating-point buffer on a GPU: a bool on the GPU}
         self._step, self._has_begun = 0, False
 
     def rebind(self, comm: Comm, fold: Fold) -> None:
@@ -58,7 +68,7 @@ class LaneBuffers:
             stale = [k for k, tensor in enumerate(tensors) if self._may_have_changed(k, tensor)]
             _copy([self._initial[k] for k in stale], [tensors[k] for k in stale])
         self._remember(tensors)
-        self._changed_values = {}
+        self._changed_values, self._has_changed = {}, {}
 
     def restore(self) -> None:
         """Write the values of the step's beginning: a lane begins, or the step is abandoned."""
@@ -72,17 +82,29 @@ class LaneBuffers:
 
     def end_lane(self, lane: int, has_samples: bool) -> None:
         """A lane is over: keep the values it changed. A lane without samples (it ran on a stand-in batch) changes nothing."""
+        self._changed_values[lane] = {}
         if not has_samples:
-            self._changed_values[lane] = {}
             self.restore()
             return
         tensors = self._buffers.tensors()
-        changed = self._find_changed(tensors) if len(tensors) == len(self._initial) else []
+        if len(tensors) != len(self._initial) or self._fold.lanes == 1:  # the values of a single lane are the average already
+            return
+        changed = self._find_changed(tensors)
         self._large_that_change |= {k for k in changed if not _is_small(tensors[k])}
-        self._changed_values[lane] = {k: tensors[k].detach().clone() for k in changed}
+        with torch.no_grad():
+            for group in group_by_kind(changed, tensors):
+                self._keep(lane, group, tensors)
+
+    def _keep(self, lane: int, group: list[int], tensors: Sequence[Tensor]) -> None:
+        """Copy the values of some buffers of one kind."""
+        values, sizes = pack([tensors[k] for k in group]), [tensors[k].numel() for k in group]
+        self._changed_values[lane].update(zip(group, values.split(sizes), strict=True))
+        if _is_on_device(values) and _can_be_averaged(values):
+            flags = differ(values, pack([self._initial[k] for k in group]), sizes)
+            self._has_changed.setdefault(lane, {}).update(zip(group, flags.unbind(), strict=True))
 
     def changed(self) -> bytes:
-        """Returns 1 for each buffer that some lane of this worker changed, otherwise 0."""
+        """Returns 1 for each buffer that some lane of this worker changed (on a GPU: may have changed), otherwise 0."""
         changed = {k for values in self._changed_values.values() for k in values}
         return bytes(k in changed for k in range(len(self._initial)))
 
@@ -99,19 +121,12 @@ class LaneBuffers:
     def average(self, changed: bytes, weights: LaneWeights, scale: float) -> None:
         """Average the buffers that some lane of the run ``changed``. Collective."""
         numbers = [k for k, flag in enumerate(changed) if flag]
-        if not numbers:
-            return
         with torch.no_grad():
-            floats = [k for k in numbers if self._initial[k].is_floating_point() or self._initial[k].is_complex()]
-            groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-            for k in floats:
-                groups.setdefault((self._initial[k].dtype, self._initial[k].device), []).append(k)
-            for group in groups.values():
-                self._average_group(group, weights, scale)
-            others = [k for k in numbers if k not in set(floats)]
-            if others:
-                first = next(lane for lane, count in enumerate(weights.counts) if count)
-                self._take_values_of_lane(first, others)
+            for group in group_by_kind(numbers, self._initial):
+                if _can_be_averaged(self._initial[group[0]]):
+                    self._average_group(group, weights, scale)
+                else:
+                    self._take_values_of_lane(next(lane for lane, count in enumerate(weights.counts) if count), group)
 
     # -- one kind of buffer ------------------------------------------------------------------
 
@@ -120,32 +135,50 @@ class LaneBuffers:
 
     def _average_group(self, group: list[int], weights: LaneWeights, scale: float) -> None:
         """Average buffers of one dtype and device."""
-        fold, lanes = self._fold, self._fold.lanes_of(self._comm.rank)
-        sums = PartialSums(1, carries(fold.lanes, *lanes))
-        headroom = headroom_of(self._initial[group[0]].dtype, fold.lanes)
+        first, fold = self._initial[group[0]], self._fold
+        on_device, headroom = _is_on_device(first), headroom_of(first.dtype, fold.lanes)
+        levels = self._add_up(group, weights, headroom)
+        sizes = [self._initial[k].numel() for k in group]
+        used = sum(sizes) + (len(group) if on_device else 0)
+        rows = first.new_zeros(fold.width, row_length(used, self._comm.size) if on_device else used)
+        copy_scaled([row[:used] for row in rows[: len(levels)]], levels, None)
+        scale = scale / headroom
+        in_fold = None if scale == 1 or on_device else scale
+        self._comm.fold(rows.view(-1), fold, in_fold, "the buffers").wait()
+        means, flags = rows[0, : sum(sizes)], rows[0, sum(sizes) : used]
+        if on_device:
+            if scale != 1:
+                real(means).mul_(scale)
+            means = torch.where(spread(flags != 0, sizes), means, pack([self._initial[k] for k in group]))
+        self._write(group, means.split(sizes))
+
+    def _add_up(self, group: list[int], weights: LaneWeights, headroom: float) -> list[Value]:
+        """Returns the partial sums of this worker's lanes. On a GPU the flags of ``_has_changed`` follow the values."""
+        lanes = self._fold.lanes_of(self._comm.rank)
+        sums = PartialSums(1, carries(self._fold.lanes, *lanes))
         for lane in range(*lanes):
             value: Value = None
             factor = weights.share(lane) * headroom
             if factor:
-                value = torch.cat([self._value(lane, k).reshape(-1) for k in group])
+                value = pack([self._value(lane, k) for k in group])
                 value = value if factor == 1 else value.mul_(factor)
+                if _is_on_device(value):
+                    value = torch.cat([value, self._flags(lane, group).to(value.dtype)])
             sums.start_lane()
             sums.add([0], [value])
             sums.end_lane()
-        sizes = [self._initial[k].numel() for k in group]
-        rows = self._initial[group[0]].new_zeros(fold.width, sum(sizes))
-        levels = sums.levels_of(0)
-        copy_scaled(list(rows[: len(levels)]), levels, None)
-        scale = scale / headroom
-        self._comm.fold(rows.view(-1), fold, None if scale == 1 else scale, "the buffers").wait()
-        self._write(group, rows[0].split(sizes))
+        return sums.levels_of(0)
 
-    def _take_values_of_lane(self, lane: int, numbers: list[int]) -> None:
-        """The rank that ran ``lane`` sends its values to all ranks."""
-        flat = torch.cat([bits(self._value(lane, k).contiguous()).cpu() for k in numbers])
-        self._comm.broadcast(flat, self._fold.rank_of(lane), "the integer buffers").wait()
-        parts = flat.split([self._initial[k].nbytes for k in numbers])
-        self._write(numbers, [part.clone().view(self._initial[k].dtype) for k, part in zip(numbers, parts, strict=True)])
+    def _flags(self, lane: int, group: list[int]) -> Tensor:
+        found = self._has_changed.get(lane, {})
+        unchanged = torch.zeros((), dtype=torch.bool, device=self._initial[group[0]].device)
+        return torch.stack([found.get(k, unchanged) for k in group])
+
+    def _take_values_of_lane(self, lane: int, group: list[int]) -> None:
+        """The rank that ran ``lane`` sends its values of buffers of one dtype and device to all ranks."""
+        values = pack([self._value(lane, k) for k in group])
+        self._comm.broadcast(bits(values), self._fold.rank_of(lane), "the integer buffers").wait()
+        self._write(group, values.split([self._initial[k].numel() for k in group]))
 
     def _write(self, numbers: Sequence[int], values: Sequence[Tensor]) -> None:
         tensors = self._buffers.tensors()
@@ -156,7 +189,7 @@ class LaneBuffers:
             if self._buffers.may_write_in_place(tensors[k]):
                 in_place.append((tensors[k], value.view(tensors[k].shape)))
             else:
-                self._buffers.write(tensors[k], value.view(tensors[k].shape).to(tensors[k].device))
+                self._buffers.write(tensors[k], value.view(tensors[k].shape))
         _copy([tensor for tensor, _ in in_place], [value for _, value in in_place])
 
     # -- what changed ------------------------------------------------------------------------
@@ -165,20 +198,36 @@ class LaneBuffers:
         self._tensors, self._versions = tensors, [tensor._version for tensor in tensors]
 
     def _may_have_changed(self, k: int, tensor: Tensor) -> bool:
-        """False if the buffer is a resized cache, or if it cannot have changed as far as is known without reading it."""
-        if tensor.shape != self._initial[k].shape:
+        """False if the buffer is a resized cache or empty, or if it cannot have changed as far as is known without reading it."""
+        if tensor.shape != self._initial[k].shape or not tensor.numel():
             return False
         must_compare = _is_small(tensor) or k in self._large_that_change or self._step % _COMPARE_ALL_EVERY < 2
-        return must_compare or tensor is not self._tensors[k] or tensor._version != self._versions[k]
+        return must_compare or self._was_written(k, tensor)
+
+    def _was_written(self, k: int, tensor: Tensor) -> bool:
+        return tensor is not self._tensors[k] or tensor._version != self._versions[k]
 
     def _find_changed(self, tensors: Sequence[Tensor]) -> list[int]:
+        """Returns the buffers that this lane changed; of those on a GPU, the buffers that it may have changed."""
         candidates = [k for k, tensor in enumerate(tensors) if self._may_have_changed(k, tensor)]
-        on_device = [k for k in candidates if tensors[k].is_cuda]
-        changed = {k for k in candidates if not tensors[k].is_cuda and not _equal(tensors[k], self._initial[k])}
-        if on_device:  # one comparison of all: reading the result synchronises with the device
-            differ = torch.stack([(bits(tensors[k]) != bits(self._initial[k])).any() for k in on_device]).tolist()
-            changed |= {k for k, differs in zip(on_device, differ, strict=True) if differs}
-        return [k for k in candidates if k in changed]
+        unchanged = {k for k in candidates if not _is_on_device(tensors[k]) and _equal(tensors[k], self._initial[k])}
+        constant = [k for k in candidates if _is_on_device(tensors[k]) and self._never_changed(k, tensors[k])]
+        if constant:  # one comparison of all: reading the result waits for the device
+            differs = torch.stack([(bits(tensors[k]) != bits(self._initial[k])).any() for k in constant]).tolist()
+            unchanged |= {k for k, each in zip(constant, differs, strict=True) if not each}
+        return [k for k in candidates if k not in unchanged]
+
+    def _never_changed(self, k: int, tensor: Tensor) -> bool:
+        return not (_is_small(tensor) or k in self._large_that_change or self._was_written(k, tensor))
+
+
+def _is_on_device(tensor: Tensor) -> bool:
+    """Whether reading the tensor would make the host wait for a device."""
+    return tensor.is_cuda
+
+
+def _can_be_averaged(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:

@@ -20,10 +20,11 @@ There, ``param.grad`` belongs to the user until the lane has ended: several back
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from lockstep.comm.base import Comm
@@ -44,6 +45,8 @@ from lockstep.gradients.lane_reducer import LaneReducer, LaneWeights, WeightedMi
 from lockstep.gradients.module import HookedModule
 from lockstep.plan.lanes import assign_lanes
 from lockstep.plan.tree import Fold, fold
+from lockstep.recording.recorder import Recorder
+from lockstep.recording.records import BACKWARD, BODY, CONFIRM, EXCHANGE, FORWARD, LANE, OPTIMIZER
 
 
 @dataclass(frozen=True)
@@ -88,20 +91,33 @@ class LaneEngine:
         *,
         exact: bool = True,
         bucket_mb: float = 25,
+        reduce_dtype: torch.dtype | None = None,
         callbacks: EngineCallbacks = _NO_CALLBACKS,
+        recorder: Recorder | None = None,
     ) -> None:
         self.comm, self.lanes, self._callbacks = comm, lanes, callbacks
+        self._recorder = recorder or Recorder()
         self._model = HookedModule(module)
         self._model.buffers.require_dense()
         self.named, self.params, self.buffers = self._model.named, self._model.params, self._model.buffers
+        self.param_names = self._model.names
         fold = self._assign_lanes()
         self._reducer = LaneReducer(
-            self.params, self._model.names, comm, fold, int(bucket_mb * (1 << 20)), self._model.sparse, exact
+            self.params,
+            self._model.names,
+            comm,
+            fold,
+            int(bucket_mb * (1 << 20)),
+            self._model.sparse,
+            exact,
+            reduce_dtype,
+            self._recorder,
         )
         self._lane_buffers = LaneBuffers(self.buffers, comm, fold)
         self.state = EngineState.IDLE
         self.requests_of_all: tuple[int, ...] = ()
         self.total_weight = 0.0
+        self.backwards_begun = 0  # in all lanes so far
         self._peer_error: PeerError | None = None
         self._collects, self.step, self._position = False, -1, (0, 0, 0, 0)
         self._report = b""  # the mask of the parameters that report their gradients at once
@@ -230,7 +246,9 @@ class LaneEngine:
                 self._reducer.end()
             self._exchange()
 
+        self._recorder.enter(EXCHANGE)
         self._recovering(exchange)
+        self._recorder.enter(OPTIMIZER)
 
     @property
     def is_averaged(self) -> bool:
@@ -243,16 +261,24 @@ class LaneEngine:
         """
         if self.state is not EngineState.AVERAGED:
             return
-        on_peer_lost = self._callbacks.on_peer_lost
-        if on_peer_lost is not None and self.comm.size > 1:
+        if self._recovers:
+            assert self._callbacks.on_peer_lost is not None
+            self._recorder.enter(CONFIRM)
             try:
                 self._callbacks.share_logged(self.comm)
                 self.state = EngineState.UNCONFIRMED
                 self.comm.barrier(f"the confirmation of step {self.step}")
             except PeerError as error:
-                on_peer_lost(error)
+                self._callbacks.on_peer_lost(error)
                 return
+            finally:
+                self._recorder.enter(OPTIMIZER)
         self.confirm_step()
+
+    @property
+    def _recovers(self) -> bool:
+        """Whether the other workers would continue without this one, and this one without them."""
+        return self._callbacks.on_peer_lost is not None and self.comm.size > 1
 
     def forget_requests(self) -> None:
         """This step had no phase in which workers could ask for something."""
@@ -286,14 +312,68 @@ class LaneEngine:
             raise UsageError(f"run.weigh() was called {when}. Call it in the loop body, before backward().")
         self._weights.weigh(self._lane, weight)
 
+    # -- a backward that is replayed (training/captured_backward.py) --------------------------
+
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether a lane has begun whose backward has not, or may be followed by another one."""
+        return self.state is EngineState.LANE
+
+    @contextmanager
+    def hooks_off(self) -> Iterator[None]:
+        """In this context a backward leaves its gradients in ``param.grad``: it does not belong to a lane."""
+        self._hooks.enabled = False
+        try:
+            yield
+        finally:
+            self._hooks.enabled = True
+
+    def release(self, memory: Sequence[Tensor | None]) -> None:
+        """``memory`` is about to be overwritten: copy each ``param.grad`` that lies in it. Called before a replay."""
+        for param, static in zip(self.params, memory, strict=True):
+            grad = param.grad
+            if grad is not None and static is not None and grad.data_ptr() == static.data_ptr():
+                param.grad = grad.clone()
+
+    def backward_was_replayed(self, gradients: Sequence[Tensor | None]) -> None:
+        """A backward of this lane was replayed: it counts as one whose gradients all became ready at its end.
+
+        Args:
+            gradients: The gradient of each of ``params``, or None. They lie in memory that the next replay overwrites, so they are
+                copied, unless this is the worker's last lane: its gradients are used up before.
+        """
+        with torch.no_grad():
+            self._begin()
+            if self.state is not EngineState.BACKWARD:
+                return
+            present = [i for i, gradient in enumerate(gradients) if gradient is not None]
+            self._place([(self.params[i], gradients[i]) for i in present])  # type: ignore[misc]
+            self._ready(present)
+            self._end()
+
+    def _place(self, gradients: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Put gradients into ``param.grad``, or add them to what is there."""
+        first = [(param, gradient) for param, gradient in gradients if param.grad is None]
+        more = [(param.grad, gradient) for param, gradient in gradients if param.grad is not None]
+        values = [gradient for _, gradient in first]
+        if not self._is_last and values:
+            values = [torch.empty_like(value) for value in values]
+            torch._foreach_copy_(values, [gradient for _, gradient in first])
+        for (param, _), value in zip(first, values, strict=True):
+            param.grad = value
+        if more:
+            torch._foreach_add_([grad for grad, _ in more], [gradient for _, gradient in more])
+
     # -- one backward (called by AutogradHooks) ----------------------------------------------
 
     def _begin(self) -> bytes:
+        self.backwards_begun += 1
         if self.state is EngineState.DISCARDED:
             return bytes(len(self.params))
         if self.state is not EngineState.LANE:
             raise UsageError(explain_backward(self.state, self._collects))
         self.state = EngineState.BACKWARD
+        self._recorder.enter(BACKWARD)
         self._backwards += 1
         if self._backwards == 1:
             self._begin_lane()
@@ -332,10 +412,14 @@ class LaneEngine:
             return
         if self._collects:
             self.state = EngineState.LANE
+            self._recorder.enter(FORWARD)
             return
+        self._recorder.enter(LANE)
         self._recovering(self._fold_lane)
         if self._is_last and self.state is EngineState.FOLDED:
+            self._recorder.enter(EXCHANGE)
             self._recovering(self._exchange)
+        self._recorder.enter(OPTIMIZER if self._is_last else BODY)
 
     def _recovering(self, work: Callable[[], None]) -> None:
         """Do ``work``. If a peer is lost, or was lost in the backward before, the owner recovers."""
@@ -372,6 +456,8 @@ class LaneEngine:
             self._lane_buffers.average(changed, self._weights, self._weights.scale_of_buffers(weights))
         else:
             self._lane_buffers.restore()
+        if self._recovers:
+            self.comm.await_device()  # from here on the user's code sees the averages
         self.state = EngineState.AVERAGED
         self._callbacks.on_averaged()
 

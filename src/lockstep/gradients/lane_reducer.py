@@ -11,6 +11,13 @@ launched in plan order while the backward runs:
 
 Until then ``param.grad`` is None: the step has no gradient yet. A worker that is alone has no buckets: its sum is the gradient.
 With ``exact=False`` a worker adds its lanes one after the other, and the buckets are all-reduced in the order the backend chooses.
+
+Note: sums in another dtype
+---------------------------
+With ``reduce_dtype`` gradients of a less precise dtype are cast when they are taken, and multiplied, added and sent in that dtype.
+The total is rounded once, to the dtype of the parameter. ``_rounded`` holds the memory of the rounded gradients, which each step
+writes again, like a bucket. The sums of a worker that is alone are kept in ``_wide_totals`` until ``finish`` has applied the
+correction, so that they are rounded once too.
 """
 
 from __future__ import annotations
@@ -24,11 +31,13 @@ from torch import Tensor
 
 from lockstep.comm.base import Comm, Pending
 from lockstep.errors import UsageError
+from lockstep.gradients.bucket_memory import allocate, length_of_row
 from lockstep.gradients.bucket_reducer import Bucket, BucketReducer
 from lockstep.gradients.control_word import COUNTED, WEIGHED
-from lockstep.gradients.partial_sums import PartialSums, Value, headroom_of, multiply
+from lockstep.gradients.partial_sums import PartialSums, Value, cast, headroom_of, multiply, sum_dtype
 from lockstep.gradients.sparse import fold_sparse
 from lockstep.plan.tree import Fold, carries
+from lockstep.recording.recorder import Recorder
 
 
 class LaneWeights:
@@ -127,9 +136,13 @@ class LaneReducer(BucketReducer[Bucket]):
         cap_bytes: int,
         sparse: frozenset[int] = frozenset(),
         exact: bool = True,
+        reduce_dtype: torch.dtype | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
-        super().__init__(params, names, comm, cap_bytes, sparse)
+        super().__init__(params, names, comm, cap_bytes, sparse, [sum_dtype(p.dtype, reduce_dtype) for p in params], recorder)
         self._exact = exact
+        self._is_wide = [dtype != p.dtype for dtype, p in zip(self._dtypes, params, strict=True)]
+        self._rounded: dict[int, Tensor] = {}
         self._assign_lanes(fold)
 
     def rebind(self, comm: Comm, fold: Fold) -> None:
@@ -145,7 +158,7 @@ class LaneReducer(BucketReducer[Bucket]):
         lanes = fold.lanes_of(self._comm.rank)
         self._fold, self._first_lane = fold, lanes[0]
         self._carries = carries(fold.lanes, *lanes) if self._exact else (0, *(1 for _ in range(*lanes)))[:-1]
-        self._headroom = [headroom_of(p.dtype, fold.lanes) for p in self._params]
+        self._headroom = [headroom_of(dtype, fold.lanes) for dtype in self._dtypes]
         self._planned = []  # the number of rows of a bucket depends on the fold
 
     # -- one step ----------------------------------------------------------------------------
@@ -159,6 +172,7 @@ class LaneReducer(BucketReducer[Bucket]):
         self._partial_sums = PartialSums(len(self._params), self._carries)
         self._next_lane = self._first_lane
         self._sparse_gradients: dict[int, list[Tensor]] = {i: [] for i in self._sparse}
+        self._wide_totals: dict[int, Tensor] = {}
         self.present = bytearray(len(self._params))
         """1 for the parameters that had a gradient in some lane of this worker."""
 
@@ -194,18 +208,40 @@ class LaneReducer(BucketReducer[Bucket]):
         with torch.no_grad():
             for index in self._sparse:
                 self._finish_sparse(index, bool(present[index]), self._micro_batch.scale * correction)
-            for pending in self._pending:
+            for number, pending in enumerate(self._pending):
                 pending.wait()
-            if not self._buckets and correction != 1:
-                multiply([g for i, p in enumerate(self._params) if i not in self._sparse and (g := p.grad) is not None], correction)
+                self._recorder.bucket_done(number, getattr(pending, "done_ns", 0))  # 0: the transport does not say when
+            if not self._buckets:
+                self._finish_alone(correction)
             for bucket in self._buckets:
                 is_scaled = self._exact or not bucket.wire.is_cuda
                 factor = correction if is_scaled else self._scale_of(bucket) * correction
                 if factor != 1:
                     bucket.flat.mul_(factor)
-                for slot, index in enumerate(bucket.members):
-                    self._params[index].grad = bucket.views[0][slot] if present[index] else None
+                self._set_averages(
+                    bucket.members, [v if present[i] else None for i, v in zip(bucket.members, bucket.views[0], strict=True)]
+                )
         self._learn_order(0)
+
+    def _finish_alone(self, correction: float) -> None:
+        if correction != 1:
+            dense = [g for i, p in enumerate(self._params) if i not in self._sparse and (g := p.grad) is not None]
+            multiply([*dense, *self._wide_totals.values()], correction)
+        self._set_averages(list(self._wide_totals), list(self._wide_totals.values()))
+        self._wide_totals = {}
+
+    def _set_averages(self, indices: Sequence[int], averages: Sequence[Value]) -> None:
+        rounded, wide = [], []
+        for index, average in zip(indices, averages, strict=True):
+            if average is not None and self._is_wide[index]:
+                if index not in self._rounded:
+                    self._rounded[index] = torch.empty_like(self._params[index])
+                rounded.append(self._rounded[index])
+                wide.append(average)
+                average = self._rounded[index]
+            self._params[index].grad = average
+        if wide:
+            torch._foreach_copy_(rounded, wide)
 
     # -- taking gradients --------------------------------------------------------------------
 
@@ -228,13 +264,21 @@ class LaneReducer(BucketReducer[Bucket]):
                 grad = grad.detach()
             if index in self._sparse_gradients:
                 if grad is not None:
+                    grad = grad.to(self._dtypes[index])
                     self._sparse_gradients[index].append(grad if share == 1 else grad * share)
                 continue
             dense.append(index)
             values.append(grad.to_dense() if grad is not None and grad.is_sparse else grad)
         if dense:
+            if any(self._is_wide) and not self._are_copied_as_they_are():
+                values = cast(values, [self._dtypes[index] for index in dense])
             self._multiply(dense, values, lambda headroom: share * headroom)
             self._add(dense, values)
+
+    def _are_copied_as_they_are(self) -> bool:
+        """Whether the gradients of this lane go to the buckets without arithmetic: then the copy casts them."""
+        now, scales_by_itself = self._micro_batch, self._exact or (bool(self._buckets) and self._buckets[0].wire.is_cuda)
+        return bool(self._buckets) and now.is_last and now.share == 1 and scales_by_itself and self._partial_sums.copies_last_lane
 
     def _add(self, indices: list[int], values: list[Value]) -> None:
         if not self._micro_batch.is_last:
@@ -249,7 +293,10 @@ class LaneReducer(BucketReducer[Bucket]):
         scale = self._micro_batch.scale
         self._multiply(indices, totals, lambda headroom: scale / headroom)
         for index, total in zip(indices, totals, strict=True):
-            self._params[index].grad = total
+            if not self._is_wide[index]:
+                self._params[index].grad = total
+            elif total is not None:
+                self._wide_totals[index] = total
 
     def _fill_buckets(self, indices: list[int], values: list[Value]) -> None:
         chosen: dict[int, list[tuple[int, int]]] = {}  # bucket -> [(slot, position in indices)]
@@ -275,8 +322,10 @@ class LaneReducer(BucketReducer[Bucket]):
     def _allocate(self) -> list[Bucket]:
         if self._comm.size == 1:
             return []
-        rows = self._fold.width if self._exact else 1
-        return [Bucket(k, spec, self._params, self._comm, rows=rows) for k, spec in enumerate(self.plan.buckets)]
+        specs, rows = self.plan.buckets, self._fold.width if self._exact else 1
+        lengths = [length_of_row(spec, self._comm) for spec in specs]
+        wires = allocate(specs, [rows * length for length in lengths], self._comm)
+        return [Bucket(k, specs[k], self._params, wires[k], lengths[k], rows) for k in range(len(specs))]
 
     def _scale_of(self, bucket: Bucket) -> float:
         return self._micro_batch.scale / self._headroom[bucket.members[0]]
@@ -292,4 +341,5 @@ class LaneReducer(BucketReducer[Bucket]):
         param = self._params[index]
         if present and param.requires_grad:
             what = f"sparse gradient of {self._names[index]} of step {self.step}"
-            param.grad = fold_sparse(self._comm, param, self._sparse_gradients[index], scale, what)
+            total = fold_sparse(self._comm, param, self._sparse_gradients[index], scale, what, self._dtypes[index])
+            param.grad = total.to(param.dtype)

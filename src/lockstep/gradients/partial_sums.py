@@ -32,6 +32,11 @@ class PartialSums:
         self._levels: list[list[Value]] = []
         self._started = 0
 
+    @property
+    def copies_last_lane(self) -> bool:
+        """Whether ``write_totals`` would copy the values of the present lane, without adding them to anything."""
+        return self._carry == 0 and self._started == len(self._carries)
+
     def skip_lane(self) -> None:
         """The next lane has no samples: its values are zeros."""
         self.start_lane()
@@ -90,6 +95,24 @@ def headroom_of(dtype: torch.dtype, lanes: int) -> float:
     It is a power of two, hence exact, for fp16, and 1 for dtypes with a wider exponent.
     """
     return 2.0 ** -(lanes - 1).bit_length() if dtype == torch.float16 else 1.0
+
+
+def sum_dtype(dtype: torch.dtype, reduce_dtype: torch.dtype | None) -> torch.dtype:
+    """Returns the dtype in which gradients of ``dtype`` are added: ``reduce_dtype``, unless that is less precise."""
+    return dtype if reduce_dtype is None else torch.promote_types(dtype, reduce_dtype)
+
+
+def cast(values: Sequence[Value], dtypes: Sequence[torch.dtype]) -> list[Value]:
+    """Returns the values in these dtypes: itself, if a value has its dtype; otherwise a copy, on CUDA in few launches."""
+    result, copies, originals = list(values), [], []
+    for k, (value, dtype) in enumerate(zip(values, dtypes, strict=True)):
+        if value is not None and value.dtype != dtype:
+            result[k] = copy = torch.empty_like(value, dtype=dtype)
+            copies.append(copy)
+            originals.append(value)
+    if copies:
+        torch._foreach_copy_(copies, originals)
+    return result
 
 
 def multiply(tensors: Sequence[Tensor], scale: float) -> None:

@@ -39,17 +39,19 @@ def reduce_sparse(comm: Comm, param: Tensor, grad: Tensor | None, scale: float, 
     return _gather_rows(comm, param, indices, values, kinds_and_rows[:, 1].tolist(), what)
 
 
-def fold_sparse(comm: Comm, param: Tensor, lanes: Sequence[Tensor], scale: float, what: str) -> Tensor:
+def fold_sparse(
+    comm: Comm, param: Tensor, lanes: Sequence[Tensor], scale: float, what: str, dtype: torch.dtype | None = None
+) -> Tensor:
     """Returns the sum over all lanes of all ranks, times ``scale``: equal to the bit for every assignment of lanes.
 
-    ``lanes``: this rank's gradients, already multiplied by their shares, in lane order. A rank sends the rows of its lanes
-    without adding them up; every rank then adds the same list of rows, in lane order. If the gradient of one lane is dense (the
-    weight is tied to a dense layer), the result is dense on all ranks.
+    ``lanes``: this rank's gradients in ``dtype`` (default: that of ``param``), already multiplied by their shares, in lane order.
+    A rank sends the rows of its lanes without adding them up; every rank then adds the same list of rows, in lane order. If the
+    gradient of one lane is dense (the weight is tied to a dense layer), the result is dense on all ranks.
     """
     parts = [grad.coalesce() if grad.is_sparse else grad.to_sparse(1) for grad in lanes]
     is_dense = any(not grad.is_sparse for grad in lanes)
     indices = torch.cat([part.indices()[0] for part in parts]) if parts else torch.zeros(0, dtype=torch.int64, device=param.device)
-    values = torch.cat([part.values() for part in parts]) if parts else param.new_zeros(0, *param.shape[1:])
+    values = torch.cat([part.values() for part in parts]) if parts else param.new_zeros(0, *param.shape[1:], dtype=dtype)
     kinds_and_rows = torch.zeros(comm.size, 2, dtype=torch.int64)
     comm.all_gather(kinds_and_rows, torch.tensor([int(is_dense), len(indices)]), f"{what} (sizes)").wait()
     total = _gather_rows(comm, param, indices, values, kinds_and_rows[:, 1].tolist(), what)
@@ -61,7 +63,7 @@ def _gather_rows(comm: Comm, param: Tensor, my_indices: Tensor, my_values: Tenso
     """Returns the rows of all ranks, added in rank order. ``rows``: how many rows each rank has."""
     most = max(1, max(rows))
     indices = torch.zeros(most, dtype=torch.int64, device=param.device)
-    values = torch.zeros(most, *param.shape[1:], dtype=param.dtype, device=param.device)
+    values = torch.zeros(most, *param.shape[1:], dtype=my_values.dtype, device=param.device)
     indices[: len(my_indices)] = my_indices
     values[: len(my_indices)] = my_values
     all_indices = indices.new_zeros(comm.size, *indices.shape)

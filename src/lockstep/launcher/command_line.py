@@ -6,16 +6,18 @@ import argparse
 import glob
 import importlib.util
 import os
+import shlex
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from lockstep.errors import UsageError
-from lockstep.launcher import packets
 from lockstep.launcher.arguments import did_you_mean, seconds, whole_number, write
-from lockstep.launcher.run_folder import RunFolder, connect
+from lockstep.launcher.control_client import ControlClient, NoAnswerError, RefusedError
+from lockstep.launcher.run_registry import find_run
+from lockstep.launcher.run_removal import KEPT_RUNS
+from lockstep.launcher.run_status import read_status
 from lockstep.launcher.worker import Entrypoint
 from lockstep.plan.membership_state import Policy
 
@@ -37,18 +39,21 @@ def add_parsers(commands: Any) -> None:
     parser.add_argument("-n", type=whole_number(1), metavar="N", help="how many workers (default: one per GPU; without GPUs, one)")
     parser.add_argument("--preload", metavar="MOD,...", help="modules to import once, before the workers are forked")
     parser.add_argument("--run-dir", metavar="DIR", help="folder for logs and events (default: ./lockstep-runs/DATE-TIME-PID)")
+    help = f"without --run-dir: leave only the N newest folders in ./lockstep-runs (default: {KEPT_RUNS})"
+    parser.add_argument("--keep-runs", type=whole_number(1), default=KEPT_RUNS, metavar="N", help=help)
     add_policy(parser)
     help = "give worker K this terminal, for breakpoint() and pdb; no worker is taken for hung"
     parser.add_argument("--debug-rank", type=whole_number(0), metavar="K", help=help)
     add_script(parser)
     parser = commands.add_parser("scale", help="change the number of workers of a running run", allow_abbrev=False)
     parser.set_defaults(execute=scale)
-    parser.add_argument("run_dir", metavar="RUN_DIR", help="the folder of the run")
+    help = "the folder of the run, its name, the beginning of its name, or last: the newest run"
+    parser.add_argument("run_dir", metavar="RUN", help=help)
     parser.add_argument("size", type=whole_number(1), metavar="N", help="how many workers it should have")
 
 
 def add_policy(parser: argparse.ArgumentParser) -> None:
-    """Add the options that ``read_policy`` reads, ``--grace`` and ``--ledger``."""
+    """Add the options that ``read_policy`` reads, ``--grace``, ``--ledger`` and ``--plain``."""
     parser.add_argument(
         "--grace", type=seconds, default=10.0, metavar="S", help="seconds to stop after Ctrl-C or SIGTERM (default: 10)"
     )
@@ -59,7 +64,11 @@ def add_policy(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-respawns", type=whole_number(0), default=10, metavar="N", help=help)
     help = "start all workers of a script without lockstep.Run again at most N times (default: 3)"
     parser.add_argument("--max-restarts", type=whole_number(0), default=3, metavar="N", help=help)
+    help = "K more workers stand by, to take the place of one that is lost (default: 0)"
+    parser.add_argument("--spares", type=whole_number(0), default=0, metavar="K", help=help)
     parser.add_argument("--ledger", action="store_true", help="record which sample was committed in which step")
+    help = "show progress in lines of plain text on a terminal too, as in a pipe or a file"
+    parser.add_argument("--plain", action="store_true", help=help)
 
 
 def read_policy(given: argparse.Namespace) -> Policy:
@@ -68,6 +77,7 @@ def read_policy(given: argparse.Namespace) -> Policy:
         max_respawns=given.max_respawns,
         hang_timeout_s=given.hang_timeout,
         max_restarts=given.max_restarts,
+        spares=given.spares,
     )
 
 
@@ -80,6 +90,7 @@ def add_script(parser: argparse.ArgumentParser) -> None:
 def run(given: argparse.Namespace) -> int:
     """Run a script or a module on several workers. Returns the exit code of the script."""
     from lockstep.launcher.local_run import LocalRun
+    from lockstep.launcher.new_run import create_run_folder
     from lockstep.launcher.supervisor import Settings
     from lockstep.launcher.zygote_start import InterpreterStart
 
@@ -92,28 +103,41 @@ def run(given: argparse.Namespace) -> int:
         workers = f"{size} workers have the ranks 0 to {size - 1}" if size > 1 else "1 worker has rank 0"
         raise UsageError(f"--debug-rank {given.debug_rank}: {workers}. Name one of these ranks, or start more workers with -n.")
     policy = read_policy(given)
+    if policy.spares and size == 1:
+        raise UsageError(
+            f"--spares {policy.spares} with 1 worker: a spare gets the state of the run from a living worker, and there is none. "
+            "Start two workers or more with -n 2, or leave --spares out and save checkpoints."
+        )
     if given.debug_rank is not None:
         policy = replace(policy, hang_timeout_s=_DEBUG_HANG_TIMEOUT_S)
-    settings = Settings(size, given.grace, policy, given.ledger, given.debug_rank)
-    return LocalRun(settings, InterpreterStart(entrypoint, preload), RunFolder.create(given.run_dir, time.time())).run()
+    settings = Settings(size, given.grace, policy, given.ledger, given.debug_rank, is_plain=given.plain)
+    start = InterpreterStart(entrypoint, preload)
+    run_folder = create_run_folder(given.run_dir, "run", entrypoint.words, keep_runs=given.keep_runs)
+    return LocalRun(settings, start, run_folder).run()
 
 
 def scale(given: argparse.Namespace) -> int:
     """Ask the agent of a run for another number of workers, and print its answer."""
+    path = find_run(given.run_dir)
     try:
-        with connect(Path(given.run_dir), _SCALE_TIMEOUT_S) as connection:
-            packets.send(connection, {"type": "scale", "size": given.size})
-            answer = packets.receive(connection)
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise UsageError(
-            f"no run answers in {given.run_dir} ({reason}: agent.sock). Name the folder of a running run: "
-            "`lockstep run` takes it by --run-dir, or makes one under ./lockstep-runs."
-        ) from error
-    if answer is None:
-        raise UsageError(f"the run in {given.run_dir} ended before it answered.")
-    write(1 if answer["ok"] else 2, f"{answer['value'] if answer['ok'] else 'lockstep: ' + answer['error']}\n")
-    return 0 if answer["ok"] else 1
+        with ControlClient(path, _SCALE_TIMEOUT_S) as client:
+            answer = client.ask({"type": "scale", "size": given.size})
+    except RefusedError as error:
+        write(2, f"lockstep: {error}\n")
+        return 1
+    except NoAnswerError as error:
+        raise UsageError(_explain_no_answer(path, error)) from error
+    write(1, f"{answer}\n")
+    return 0
+
+
+def _explain_no_answer(path: Path, error: NoAnswerError) -> str:
+    status = read_status(path, ask=False)
+    if status.is_over:
+        return f"the run in {path} does not run any more: it is {status.state}. `lockstep ls` lists the runs."
+    if not status.is_here:
+        return f"the run in {path} began on {status.host}. Type the command on that machine."
+    return f"the run in {path} does not answer ({error}). `lockstep status {shlex.quote(str(path))}` shows what it does."
 
 
 def read_entrypoint(given: argparse.Namespace) -> Entrypoint:

@@ -60,6 +60,8 @@ class Placement:
     """The address of this machine that others can reach; empty: there is only this machine."""
     interface: str = ""
     """The network interface that has this address."""
+    is_spare: bool = False
+    """Whether it shares its local rank with another worker. Its rank is one that no member is started with."""
 
 
 def inherited_environment(environ: Mapping[str, str]) -> dict[str, str]:
@@ -92,7 +94,8 @@ def worker_environment(
 ) -> dict[str, str]:
     """Returns what is added to the user's variables.
 
-    ``local_rank``: the number of the worker on this machine. A replacement has the number of the lost worker. In a
+    ``local_rank``: the number of the worker on this machine. A replacement has the number of the lost worker, and a spare that of
+    a member. In a
     ``lockstep.Run`` the agent tells each worker its rank; the variables hold the rank with which the worker was started.
     """
     env = {name: str(threads) for name in THREAD_VARIABLES if name not in environ}

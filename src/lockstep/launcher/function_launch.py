@@ -19,7 +19,6 @@ import selectors
 import signal
 import socket
 import sys
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +28,7 @@ from lockstep.errors import UsageError, WorkerError
 from lockstep.launcher import linux, zygote
 from lockstep.launcher.function_call import call_and_save, forget_parent, load_result, save_function
 from lockstep.launcher.local_run import LocalRun
+from lockstep.launcher.new_run import create_run_folder, discard_run_folder
 from lockstep.launcher.outcome import failure_text, read_outcome, workers_by_rank, write_outcome
 from lockstep.launcher.run_folder import RunFolder
 from lockstep.launcher.supervisor import Settings
@@ -48,6 +48,7 @@ def launch(
     hang_timeout: float = 30.0,
     max_respawns: int = 10,
     max_restarts: int = 3,
+    spares: int = 0,
 ) -> list[Any]:
     """Call ``fn(*args)`` on ``n`` workers of this machine, from a notebook or a plain script, and return the results.
 
@@ -68,6 +69,8 @@ def launch(
         hang_timeout: A worker for which others wait this many seconds is killed.
         max_respawns: How many workers are replaced in 5 minutes.
         max_restarts: How often all workers are started again, if the function does not use ``lockstep.Run``.
+        spares: How many more workers stand by, to take the place of one that is lost. A spare calls the function too, and waits in
+            the loop over the data. What a spare returns that was not needed is not returned.
 
     Returns:
         What the function has returned on each worker, by rank. There are fewer than ``n`` results if a ``Run`` has fewer lanes, or
@@ -82,7 +85,7 @@ def launch(
         >>> lockstep.launch(lambda base: base + lockstep.World.detect().rank, 2, 10)
         [10, 11]
     """
-    _check(fn, n, start_method, hang_timeout, max_respawns, max_restarts)
+    _check(fn, n, start_method, hang_timeout, max_respawns, max_restarts, spares)
     forks = start_method == "fork" or (start_method == "auto" and not _has_used_cuda())
     if forks and "torch" in sys.modules:
         for name in zygote.PRELOAD:  # here and now, so that not every worker imports it again
@@ -92,11 +95,16 @@ def launch(
             "start_method='fork' cannot be used: this process has used CUDA, which does not work in a fork. Call lockstep.launch "
             "before CUDA is used, or pass start_method='spawn'."
         )
-    policy = Policy(max_respawns=max_respawns, hang_timeout_s=float(hang_timeout), max_restarts=max_restarts)
+    policy = Policy(max_respawns=max_respawns, hang_timeout_s=float(hang_timeout), max_restarts=max_restarts, spares=spares)
     settings = Settings(n, policy=policy, threads=1 if forks and linux.threads() > 1 else None)
-    run_folder = RunFolder.create(None if run_dir is None else os.fspath(run_dir), time.time())
+    requested = None if run_dir is None else os.fspath(run_dir)
+    run_folder = create_run_folder(requested, "launch", [getattr(fn, "__qualname__", repr(fn))])
     try:
         start = _zygote_start(fn, args, run_folder.path / "function.pickle", forks=forks)
+    except UsageError:
+        discard_run_folder(run_folder, requested)
+        raise
+    try:
         agent = _AgentProcess(settings, start, run_folder)
     finally:
         run_folder.leave()  # the agent has it
@@ -117,7 +125,7 @@ def _check(fn: Any, n: Any, start_method: str, hang_timeout: Any, *limits: Any) 
         raise UsageError(f"start_method={start_method!r} is unknown. Choose one of {', '.join(_START_METHODS)}.")
     if not isinstance(hang_timeout, int | float) or not 0 < hang_timeout < math.inf:
         raise UsageError(f"hang_timeout={hang_timeout!r} is not a number of seconds. Pass a positive number, 30 for example.")
-    for name, limit in zip(("max_respawns", "max_restarts"), limits):
+    for name, limit in zip(("max_respawns", "max_restarts", "spares"), limits):
         if not isinstance(limit, int) or limit < 0:
             raise UsageError(f"{name}={limit!r} is not a whole number of at least 0.")
     if "LOCKSTEP_AGENT_FD" in os.environ:

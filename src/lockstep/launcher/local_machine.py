@@ -25,6 +25,7 @@ from lockstep.launcher.standard_input import StandardInput
 from lockstep.launcher.worker import STACK_SIGNAL, WorkerSpec
 from lockstep.launcher.worker_processes import WorkerProcesses
 from lockstep.launcher.zygote_start import ZygoteStart
+from lockstep.plan.membership_spares import device_of
 
 _STACK_S = 0.2
 """A worker that is to be killed has this long to write its stack."""
@@ -43,6 +44,9 @@ class MachineObserver(Protocol):
 
     def on_not_started(self, workers: list[int], why: str, *, is_fatal: bool) -> None:
         """These workers have no process and will get none. ``is_fatal``: neither will any other."""
+
+    def on_stopped(self, worker: int, seconds: float | None) -> None:
+        """SIGSTOP has stopped the worker (None), or it has continued after so long. 0: the stop was too short to be seen."""
 
     def on_zygote_hung(self, why: str) -> None: ...
 
@@ -72,8 +76,14 @@ class Machines(Protocol):
     def stack(self, id: int) -> str:
         """Where the worker writes its stack, for people."""
 
-    def spawn(self, ids: Sequence[int], settings: RunSettings) -> dict[int, int]:
-        """Start workers. Returns the rank with which each is started. A worker for which there is no room gets none."""
+    def spawn(self, ids: Sequence[int], settings: RunSettings, *, are_spares: bool = False) -> dict[int, int]:
+        """Start workers. Returns the rank with which each is started. A worker for which there is no room gets none.
+
+        Spares need no room. They are spread over the machines and their GPUs.
+        """
+
+    def device(self, id: int, gpu: str) -> tuple[str, int]:
+        """What a worker computes on, and how many members may (plan/membership_spares.py: device_of). ``gpu``: what it says."""
 
     def send(self, ids: Sequence[int], packet: packets.Packet) -> None: ...
 
@@ -153,13 +163,21 @@ class LocalMachine:
     def stack(self, id: int) -> str:
         return str(self._run_folder.stack(id))
 
-    def spawn(self, ids: Sequence[int], settings: RunSettings, places: Mapping[int, Placement] | None = None) -> dict[int, int]:
+    def spawn(
+        self,
+        ids: Sequence[int],
+        settings: RunSettings,
+        places: Mapping[int, Placement] | None = None,
+        *,
+        are_spares: bool = False,
+    ) -> dict[int, int]:
         """``places``: where each worker is among the workers of all machines; None: there is only this machine."""
         self._debug_rank = settings.debug_rank
-        local_ranks = self._local_ranks.assign(ids)
+        spares = [id for id in ids if (are_spares if places is None else places[id].is_spare)]
+        local_ranks = self._local_ranks.assign([id for id in ids if id not in spares])
+        local_ranks |= self._local_ranks.assign_to_spares(spares)
         if places is None:
-            size = max(settings.size, *(rank + 1 for rank in local_ranks.values()))  # the run may have been scaled up
-            places = {id: Placement(rank, size, size, "127.0.0.1", self._master_port.number) for id, rank in local_ranks.items()}
+            places = self._places(local_ranks, settings, are_spares=are_spares)
         threads = settings.threads or threads_per_worker(settings.size, os.environ)
         specs = []
         for id, local_rank in local_ranks.items():
@@ -168,6 +186,19 @@ class LocalMachine:
             specs.append(WorkerSpec(id, env, threads, settings.size == 1, places[id].rank == settings.debug_rank))
         self._processes.spawn(specs)
         return {id: place.rank for id, place in places.items()}
+
+    def _places(self, local_ranks: dict[int, int], settings: RunSettings, *, are_spares: bool) -> dict[int, Placement]:
+        """If there is only this machine. A spare has a rank behind those of the others."""
+        address, port = "127.0.0.1", self._master_port.number
+        if are_spares:
+            size = max(settings.size, self._local_ranks.count)
+            ranks = {id: size + local_rank for id, local_rank in local_ranks.items()}
+            return {id: Placement(rank, rank + 1, size, address, port, is_spare=True) for id, rank in ranks.items()}
+        size = max(settings.size, *(rank + 1 for rank in local_ranks.values()))  # the run may have been scaled up
+        return {id: Placement(rank, size, size, address, port) for id, rank in local_ranks.items()}
+
+    def device(self, id: int, gpu: str) -> tuple[str, int]:
+        return device_of("", 0, gpu)
 
     def send(self, ids: Sequence[int], packet: packets.Packet) -> None:
         for id in ids:
@@ -249,6 +280,9 @@ class LocalMachine:
         last_lines = self._logs.tail(worker)
         self._logs.close(worker)
         self._observer.on_exit(worker, pid, status, last_lines)
+
+    def on_stopped(self, worker: int, seconds: float | None) -> None:
+        self._observer.on_stopped(worker, seconds)
 
     def on_zygote_hung(self, why: str) -> None:
         self._observer.on_zygote_hung(why)

@@ -1,4 +1,7 @@
-"""LocalRanks: which worker has which number on this machine. A replacement gets the number of a lost worker. Knows no processes."""
+"""LocalRanks: which worker has which number on this machine, and so which GPU. Knows no processes.
+
+A replacement gets the number of a lost worker. A spare shares a number, and its GPU, with a member while it waits.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,18 @@ class LocalRanks:
             taken = set(self._ranks.values())
             self._ranks[worker] = next(number for number in range(len(taken) + 1) if number not in taken)
         return {worker: self._ranks[worker] for worker in workers}
+
+    def assign_to_spares(self, workers: Sequence[int]) -> dict[int, int]:
+        """Give each of these workers the number that the fewest workers have, and of several such numbers the lowest."""
+        for worker in workers:
+            taken = list(self._ranks.values())
+            self._ranks[worker] = min(range(self.count), key=taken.count)
+        return {worker: self._ranks[worker] for worker in workers}
+
+    @property
+    def count(self) -> int:
+        """How many different numbers there are, with those that nobody has at the moment. At least 1."""
+        return max(self._ranks.values(), default=0) + 1
 
     def has(self, number: int) -> bool:
         """Whether a worker has this number."""

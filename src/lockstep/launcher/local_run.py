@@ -5,8 +5,9 @@ from __future__ import annotations
 import signal
 import time
 
-from lockstep.launcher.console import Console, Failure
+from lockstep.launcher.console import Console
 from lockstep.launcher.event_loop import STOP_SIGNALS, EventLoop
+from lockstep.launcher.failure_text import Failure
 from lockstep.launcher.local_machine import LocalMachine
 from lockstep.launcher.nonblocking_output import NonblockingOutput
 from lockstep.launcher.run_folder import RunFolder
@@ -23,7 +24,7 @@ class LocalRun:
     def __init__(self, settings: Settings, zygote_start: ZygoteStart, run_folder: RunFolder) -> None:
         self._settings, self._run_folder = settings, run_folder
         self._output = NonblockingOutput()
-        self._console = Console(self._output, shows_progress=settings.debug_rank is None)
+        self._console = Console(self._output, shows_progress=settings.debug_rank is None, is_plain=settings.is_plain)
         self._loop = EventLoop(self._on_signal)
         self._machine = LocalMachine(self._loop.selector, zygote_start, run_folder, self._console.say)
         self._supervisor = Supervisor(settings, self._machine, run_folder, self._console, self._loop.selector, self._loop.clock.now)

@@ -1,7 +1,10 @@
 """NonblockingOutput: writes to the console without ever waiting for it. Knows bytes and two descriptors, not their meaning.
 
-A pipe that nobody reads, a terminal that is paused by Ctrl-S or closed must not stop the agent. What cannot be written now is
-queued, up to a limit. What exceeds the limit is discarded, and a line says so.
+A pipe or a terminal that nobody reads, a terminal that is paused by Ctrl-S or closed must not stop the agent. What cannot be
+written now is queued, up to a limit. What exceeds the limit is discarded, and a line says so.
+
+A terminal is opened anew, in nonblocking mode: it polls writable if it takes one byte, and a blocking write of two would wait. The
+descriptor that this process got stays in blocking mode, because the shell and other programs use the same.
 """
 
 from __future__ import annotations
@@ -12,7 +15,8 @@ import time
 
 _MAX_QUEUED_BYTES = 1 << 20
 _CHUNK_BYTES = 512
-"""A descriptor that polls writable takes this much without blocking: POSIX's smallest PIPE_BUF."""
+"""A pipe that polls writable takes this much without blocking: POSIX's smallest PIPE_BUF."""
+_PAUSE_S = 0.01
 _DISCARDED = b"\n[lockstep: the console is too slow; output is left out here. The log files have all of it]\n"
 
 
@@ -22,6 +26,8 @@ class NonblockingOutput:
         self._queued_bytes = 0
         self._is_discarding = False
         self._closed: set[int] = set()
+        self._writers: dict[int, int] = {}
+        """What is written to in place of each descriptor."""
 
     @property
     def has_unsent(self) -> bool:
@@ -44,13 +50,19 @@ class NonblockingOutput:
         deadline = time.monotonic() + timeout_s
         while self._queue:
             descriptor, data = self._queue[0]
-            if not _is_writable(descriptor, deadline):
+            if descriptor not in self._writers:
+                self._writers[descriptor] = _open_writer(descriptor)
+            writer = self._writers[descriptor]
+            if not _is_writable(writer, deadline):
                 return
             written = len(data)
             try:
-                written = os.write(descriptor, data[:_CHUNK_BYTES])
-            except BlockingIOError:
-                return
+                written = os.write(writer, data[:_CHUNK_BYTES])
+            except BlockingIOError:  # a terminal polls writable, but takes a line end only if it has room for two bytes
+                if time.monotonic() >= deadline:
+                    return
+                time.sleep(_PAUSE_S)
+                continue
             except OSError:  # the reader is gone
                 self._closed.add(descriptor)
             self._queued_bytes -= written
@@ -59,6 +71,16 @@ class NonblockingOutput:
             else:
                 self._queue.pop(0)
         self._queued_bytes, self._is_discarding = 0, False
+
+
+def _open_writer(descriptor: int) -> int:
+    """Returns a nonblocking descriptor of the same terminal, or ``descriptor`` if it is no terminal or cannot be opened anew."""
+    if not os.isatty(descriptor):
+        return descriptor
+    try:  # not by its name: a container may have a terminal that has no name in it
+        return os.open(f"/proc/self/fd/{descriptor}", os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:  # after `su`, it belongs to another user
+        return descriptor
 
 
 def _is_writable(descriptor: int, deadline: float) -> bool:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from lockstep.launcher.console import Failure
+from lockstep.launcher.failure_text import Failure
 
 _FILE = "outcome.json"
 

@@ -8,13 +8,22 @@ import json
 import os
 import socket
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from lockstep.errors import UsageError
+from lockstep.launcher.file_ends import first_objects, last_objects
+from lockstep.recording.json_lines import JsonLinesFile
 
+_FILES = ("events.jsonl", "recording", "workers", "ledger", "tracking", "zygote.txt", "outcome.json")
+"""What a run writes into its folder, and leaves there."""
 _PATH_BYTES = 100
 """The path of a unix socket may have 107 bytes."""
+_LOCK_S = 0.5
+"""`lockstep ls` holds the lock of a folder for an instant, to see whether a run has it."""
+_ELSEWHERE_S = 300.0
+"""A run of another machine that has written nothing for so long, and has not said that it ended, was killed."""
 
 
 class RunFolder:
@@ -29,7 +38,7 @@ class RunFolder:
         self.error: OSError | None = None
         """The first error of ``record``."""
         self._folder = folder
-        self._events = os.open(path / "events.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self._events = JsonLinesFile(path / "events.jsonl")
 
     @staticmethod
     def create(requested: str | None, now: float) -> RunFolder:
@@ -48,6 +57,7 @@ class RunFolder:
             folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
             _require_own(folder, path)
             os.fchmod(folder, 0o700)
+            _require_not_elsewhere(path, now)
             _lock(folder, path)
             _move_aside(path)
             (path / "workers").mkdir(mode=0o700)
@@ -63,6 +73,9 @@ class RunFolder:
     def log(self, id: int) -> Path:
         return self.worker(id) / "log.txt"
 
+    def log_times(self, id: int) -> Path:
+        return self.worker(id) / "log.times"
+
     def stack(self, id: int) -> Path:
         return self.worker(id) / "stack.txt"
 
@@ -76,9 +89,12 @@ class RunFolder:
         return _short(self.socket_path, f"/proc/{os.getpid()}/fd/{self._folder}")
 
     def record(self, kind: str, **facts: Any) -> None:
-        line = json.dumps({"time": time.time(), "kind": kind, **facts}, default=str)
+        """Append a line to ``events.jsonl``."""
+        self.append({"time": time.time(), "kind": kind, **facts})
+
+    def append(self, line: Mapping[str, Any]) -> None:
         try:
-            os.write(self._events, line.encode() + b"\n")
+            self._events.append(json.dumps(line, default=str) + "\n")
         except OSError as error:  # a full disk must not end the run
             self.error = self.error or error
 
@@ -94,7 +110,7 @@ class RunFolder:
     def leave(self) -> None:
         """Close the folder in this process. It stays in use if a fork of this process has it."""
         os.close(self._folder)
-        os.close(self._events)
+        self._events.close()
 
 
 def _unlink(path: Path) -> None:
@@ -102,6 +118,32 @@ def _unlink(path: Path) -> None:
         path.unlink(missing_ok=True)
     except OSError:
         pass  # the disk has become read-only
+
+
+def is_in_use(path: Path) -> bool:
+    """Whether a run uses the folder ``path`` now. Raises OSError if there is no such folder, or if it cannot be read."""
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system without locks
+        return _has_running_agent(path)
+    finally:
+        os.close(folder)
+    return False
+
+
+def last_written(path: Path) -> float:
+    """When the run in ``path`` wrote last, in seconds since 1970; 0 if that is not known."""
+    written = [0.0]
+    for name in (*_FILES, "machines"):
+        for entry in (path / name, *(path / name).rglob("*")):
+            try:
+                written.append(entry.lstat().st_mtime)
+            except OSError:  # it has no such file, or it was removed meanwhile
+                continue
+    return max(written)
 
 
 def connect(path: Path, timeout_s: float) -> socket.socket:
@@ -135,10 +177,25 @@ def _require_own(folder: int, path: Path) -> None:
         raise UsageError(f"the run folder {path} belongs to user {owner}, not to you. Choose another one with --run-dir DIR.")
 
 
+def _require_not_elsewhere(path: Path, now: float) -> None:
+    """On a file system that several machines share, the lock of a run may not be seen on the others."""
+    events = path / "events.jsonl"
+    host = next((str(line.get("host", "")) for line in first_objects(events, 1 << 14) if line.get("kind") == "command"), "")
+    if host in ("", socket.gethostname()) or any(line.get("kind") == "end" for line in last_objects(events, 1 << 16, ("end",))):
+        return
+    silent_s = now - last_written(path)
+    if silent_s < _ELSEWHERE_S:
+        raise UsageError(
+            f"the run in {path} began on {host}, has not ended, and wrote there {max(0.0, silent_s):.0f} s ago. Choose another "
+            f"folder with --run-dir DIR. If that run was killed, remove the folder, or repeat this command in "
+            f"{_ELSEWHERE_S / 60:.0f} min."
+        )
+
+
 def _lock(folder: int, path: Path) -> None:
     """Lock the folder until this process ends. A lock is not a file, so no cleaner can remove it, and none is left behind."""
     try:
-        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        take_lock(folder)
     except BlockingIOError:
         try:
             owner = f"pid {(path / 'agent.pid').read_text().strip()}"
@@ -152,6 +209,22 @@ def _lock(folder: int, path: Path) -> None:
             ) from None
     (path / "agent.pid").unlink(missing_ok=True)
     (path / "agent.pid").write_text(f"{os.getpid()}\n")
+
+
+def take_lock(folder: int) -> None:
+    """Lock the folder with this descriptor for this process alone.
+
+    Raises BlockingIOError if another process keeps the lock for longer than an instant.
+    """
+    deadline = time.monotonic() + _LOCK_S
+    while True:
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(_LOCK_S / 50)
 
 
 def _has_running_agent(path: Path) -> bool:
@@ -168,9 +241,7 @@ def _short(path: Path, folder: str) -> str:
 
 def _move_aside(path: Path) -> None:
     (path / "agent.sock").unlink(missing_ok=True)
-    left = [
-        entry for name in ("events.jsonl", "workers", "ledger", "zygote.txt", "outcome.json") if (entry := path / name).exists()
-    ]
+    left = [entry for name in _FILES if (entry := path / name).exists()]
     if not left:
         return
     number = 1

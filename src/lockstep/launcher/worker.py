@@ -16,17 +16,21 @@ import time
 import traceback
 import types
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import lockstep
 from lockstep.launcher import packets, rank_reads
 from lockstep.launcher.linux import die_with_parent
+from lockstep.launcher.user_frame import user_frame
 from lockstep.world import patch_requested
 
 step_now: Callable[[], int] | None = None
 """lockstep.Run sets this in its process: returns the current step, which is reported if the script raises."""
+
+script_ended: Callable[[], None] | None = None
+"""lockstep.Run sets this in its process: called when the script has ended, also by an exception (``sys.exc_info()``)."""
 
 STACK_SIGNAL = signal.SIGRTMAX - 3
 """Makes a worker write its stack, even if it loops or waits for a lock. The other real-time signals are left to scripts."""
@@ -43,6 +47,11 @@ class Entrypoint:
     args: tuple[str, ...]
     sys_path_0: str
     """As Python itself would set it."""
+
+    @property
+    def words(self) -> list[str]:
+        """As it was typed."""
+        return [*(["-m", self.module] if self.module is not None else [str(self.script)]), *self.args]
 
 
 @dataclass(frozen=True)
@@ -110,14 +119,18 @@ def run_worker(execute: Callable[[], None], spec: WorkerSpec, restored_env: dict
     try:
         if patch_requested():
             lockstep.patch()
-        execute()
+        try:
+            execute()
+        finally:
+            if script_ended is not None:
+                script_ended()
     except SystemExit as exit:
         code, text = _exit_code(exit.code)
         if text is not None:
             print(text, file=sys.stderr)
         if code != 0:
             error = f"SystemExit: {code if text is None else text}"[:2000]
-            report = {"type": "failed", "error": error, "traceback": "", "step": _step(), "code": code, "place": _place(exit)}
+            report = {"type": "failed", "error": error, "traceback": "", "step": _step(), "code": code, **_frame(exit)}
     except BaseException as error:  # noqa: BLE001 - becomes an event of the agent, and the exit code of this process
         report = _failure(error)
     if report["type"] == "finished":
@@ -227,21 +240,12 @@ def _failure(error: BaseException) -> packets.Packet:
         text = text[: _MAX_TRACEBACK_CHARS // 4] + "\n...\n" + text[-_MAX_TRACEBACK_CHARS * 3 // 4 :]
     last = "".join(traceback.format_exception_only(error)).strip()
     code = 130 if isinstance(error, KeyboardInterrupt) else 1
-    return {"type": "failed", "error": last[:2000], "traceback": text, "step": _step(), "code": code, "place": _place(error)}
+    return {"type": "failed", "error": last[:2000], "traceback": text, "step": _step(), "code": code, **_frame(error)}
 
 
-def _place(error: BaseException) -> str:
-    """ "ValueError at train.py:12": the exception and the innermost line of the main script that it came through.
-
-    For a function of ``lockstep.launch``, the file that defines the function counts as the script.
-    """
-    place = ""
-    frames = list(traceback.walk_tb(error.__traceback__))
-    main = {getattr(sys.modules["__main__"], "__file__", None), *(frame.f_code.co_filename for frame, _ in frames[:1])}
-    for frame, line in frames:
-        if frame.f_code.co_filename in main:
-            place = f"{type(error).__name__} at {frame.f_code.co_filename}:{line}"
-    return place
+def _frame(error: BaseException) -> packets.Packet:
+    """Where the exception came from: ``where``, ``source`` and ``place`` (launcher/user_frame.py)."""
+    return asdict(user_frame(error))
 
 
 def _open_stack_file(spec: WorkerSpec) -> Any:

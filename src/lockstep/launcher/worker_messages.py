@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 
-from lockstep.launcher.console import Progress
 from lockstep.launcher.packets import Packet
+from lockstep.launcher.progress_text import Progress
 from lockstep.plan import membership_events as events
 
 _MAX_CHARS = 200
@@ -20,7 +20,8 @@ def event_of(worker: int, pid: int | None, packet: Packet) -> events.Event | Non
     try:
         match packet["type"]:
             case "join":
-                return events.JoinRequested(worker, int(packet.get("most", 0)), pid, int(packet.get("stage", -1)))
+                stage, gpu = int(packet.get("stage", -1)), str(packet.get("gpu", ""))[:_MAX_CHARS]
+                return events.JoinRequested(worker, int(packet.get("most", 0)), pid, stage, gpu)
             case "stage":
                 return events.StageEntered(worker, int(packet["stage"]))
             case "ready":
@@ -52,7 +53,8 @@ def progress_of(packet: Packet) -> Progress | None:
         return None
     try:
         values = {str(name): float(value) for name, value in packet.get("values", {}).items()}
-        epoch, samples = (None if packet.get(key) is None else int(packet[key]) for key in ("epoch", "samples"))
-        return Progress(int(packet["step"]), epoch, values, samples=samples)
+        epoch, samples, total = (None if packet.get(key) is None else int(packet[key]) for key in ("epoch", "samples", "total"))
+        step = int(packet["step"])
+        return None if step < 0 or (total or 0) < 0 else Progress(step, epoch, values, samples=samples, total=total)
     except _MALFORMED:
         return None

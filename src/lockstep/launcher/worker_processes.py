@@ -39,6 +39,9 @@ class WorkerObserver(Protocol):
     def on_exit(self, worker: int, pid: int, status: int) -> None:
         """The process is gone, and all its packets and output were passed on. ``status``: its exit code, or minus the signal."""
 
+    def on_stopped(self, worker: int, seconds: float | None) -> None:
+        """SIGSTOP has stopped the worker (None), or it has continued after so long. 0: the stop was too short to be seen."""
+
     def on_zygote_hung(self, why: str) -> None: ...
 
     def on_not_started(self, workers: list[int], why: str, *, is_fatal: bool) -> None:
@@ -55,6 +58,8 @@ class WorkerProcess:
     pid: int | None = None
     is_reaped: bool = False
     """The process is gone, and its last packets are being read. Another process may have its pid."""
+    stopped_at: float | None = None
+    """When SIGSTOP has stopped it (time.monotonic); None while it is not stopped."""
     unsent: deque[packets.Packet] = field(default_factory=deque)
     """Packets for which the socket has no room now."""
 
@@ -125,7 +130,10 @@ class WorkerProcesses:
             self._remove(process)
 
     def reap(self) -> None:
-        """Find the processes that have ended. Passes on the last packets and output of each, then its exit."""
+        """Find the processes that have ended. Passes on the last packets and output of each, then its exit.
+
+        SIGCHLD comes too when a process is stopped or continues.
+        """
         for process in list(self._processes.values()):
             if process.pid is None:
                 continue
@@ -134,6 +142,7 @@ class WorkerProcesses:
             except ChildProcessError:
                 continue  # the intermediate process has not exited yet: SIGCHLD will come when the worker is our child
             if pid == 0:
+                self._note_stops(process)
                 continue
             process.is_reaped = True
             self._read_packets(process)
@@ -141,6 +150,24 @@ class WorkerProcesses:
             self._remove(process)
             self._observer.on_exit(process.id, pid, os.waitstatus_to_exitcode(status))
         self._kill_orphans()
+
+    def _note_stops(self, process: WorkerProcess) -> None:
+        """Ask the kernel whether SIGSTOP has stopped a worker, or SIGCONT has continued it. It tells the last of both alone."""
+        assert process.pid is not None
+        for _ in range(2):
+            try:
+                found = os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WCONTINUED | os.WNOHANG)
+            except ChildProcessError:
+                return
+            if found is None:
+                return
+            now, since = time.monotonic(), process.stopped_at
+            if found.si_code == os.CLD_CONTINUED:
+                process.stopped_at = None
+                self._observer.on_stopped(process.id, 0.0 if since is None else now - since)
+            elif since is None:
+                process.stopped_at = now
+                self._observer.on_stopped(process.id, None)
 
     def kill_hung_zygote(self, now: float, hang_timeout_s: float) -> None:
         """Kill the zygote if it was asked for a worker and has used no CPU time for the hang timeout. Another one is started."""

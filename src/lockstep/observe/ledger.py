@@ -9,7 +9,6 @@ Training does not depend on it: if it cannot be written (a full disk), a warning
 from __future__ import annotations
 
 import json
-import os
 import warnings
 from collections import Counter
 from collections.abc import Iterable
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import UsageError
+from lockstep.recording.json_lines import JsonLinesFile, objects
 
 
 class Ledger:
@@ -24,13 +24,11 @@ class Ledger:
 
     def __init__(self, folder: str, worker: int) -> None:
         self._path = Path(folder, f"{worker}.jsonl")
-        self._file = -1
-        self._is_torn = False
-        """The last line was written in part."""
+        self._file: JsonLinesFile | None = None
         self._warned = False
         try:
             Path(folder).mkdir(exist_ok=True)
-            self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            self._file = JsonLinesFile(self._path)
         except OSError as error:
             self._warn(error)
 
@@ -46,13 +44,10 @@ class Ledger:
         self._write({"kind": "commit", "step": step, "generation": generation})
 
     def _write(self, line: dict[str, Any]) -> None:
-        if self._file < 0:
+        if self._file is None:
             return
-        data = (b"\n" if self._is_torn else b"") + json.dumps(line).encode() + b"\n"
         try:
-            while data:  # the second time it writes the rest, or raises the error that left no room for it
-                data = data[os.write(self._file, data) :]
-                self._is_torn = bool(data)
+            self._file.append(json.dumps(line) + "\n")
         except OSError as error:
             self._warn(error)
 
@@ -74,17 +69,7 @@ def read(folder: Path) -> list[dict[str, Any]]:
     files = sorted(folder.glob("*.jsonl"))
     if not files:
         raise UsageError(f"there is no ledger in {folder}. Start the run with `lockstep run --ledger`, and pass RUN_DIR/ledger.")
-    lines = [_parse(line) for path in files for line in path.read_bytes().splitlines()]
-    return [line for line in lines if line is not None]
-
-
-def _parse(line: bytes) -> dict[str, Any] | None:
-    """The object of one line; None if the line is torn: no part of a JSON object is a JSON object."""
-    try:
-        parsed = json.loads(line)
-    except ValueError:
-        return None
-    return parsed if isinstance(parsed, dict) else None
+    return [line for path in files for line in objects(path.read_bytes().splitlines())]
 
 
 def audit(lines: Iterable[dict[str, Any]], samples: int, epochs: int) -> list[str]:

@@ -1,9 +1,10 @@
 """LaneLog: averages what the user logs in each lane over all lanes, by weight. The averages have the same bits on every worker.
 
-Logged values are part of the state. Each worker shares its entries with all others: before a step commits (under an agent, for
-values on the host), before the workers change, before a checkpoint, and every few steps. From then on every worker holds them, so
-they survive its death, and a newcomer or a checkpoint receives them. A step commits only when every worker has the entries of all.
-A worker that dies takes along what it has logged since: log before ``opt.step()``.
+Logged values are part of the state. Each worker shares its entries with all others: before a step commits (under an agent,
+where the host has waited for the averages on the GPU anyway), before the workers change, before a checkpoint, and every few
+steps. From then on every worker holds them, so they survive its death, and a newcomer or a checkpoint receives them. A step
+commits only when every worker has the entries of all. A worker that dies takes along what it has logged since: log before
+``opt.step()``.
 """
 
 from __future__ import annotations
@@ -18,11 +19,15 @@ from torch import Tensor
 from lockstep.comm.base import Comm
 from lockstep.comm.exchange import gather_bytes
 from lockstep.errors import UsageError
+from lockstep.observe.tracker_backlog import TrackerBacklog
 
+_HELD = "held"  # beside the keys of entries, which have slashes
 Sink = Callable[[int, dict[str, float]], None]
 """Receives (step, averages) on rank 0."""
 Averages = list[tuple[int, float, dict[str, float]]]
 """(step, the weight of all lanes of the step, averages), sorted by step."""
+Collected = tuple[Averages, int | None]
+"""The averages, and up to which step rank 0's trackers hold everything, as rank 0 has said (tracker_backlog.py)."""
 
 
 class LaneLog:
@@ -32,14 +37,15 @@ class LaneLog:
     weight of each step. They are updated in the order of the steps, so they have the same bits on any number of workers.
     """
 
-    def __init__(self, sinks: list[Sink]) -> None:
+    def __init__(self, sinks: list[Sink], backlog: TrackerBacklog) -> None:
         self.latest: dict[str, float] = {}
-        self._sinks = sinks
+        self._sinks, self._backlog = sinks, backlog
         self._mine: list[_Entry] = []  # what this worker has not shared yet
         # "step/phase/lane/number" -> [step, lane, weight, {name: hex}], equal on every worker
         self._shared: dict[str, list[Any]] = {}
         self._published = -1  # the last step whose averages were published
-        self._step_weights: dict[int, float] = {}  # of all lanes, for each committed step that was not published yet
+        self._step_weights: dict[int, float] = {}  # of all lanes, for each committed step since the last exchange
+        self._whole = -1  # the last step whose loop body has ended on this worker
         self._epoch_start = 0  # the step after which the current epoch began
         self._means: dict[str, list[float]] = {}  # name -> [mean, weight], of the epoch that began after step ...
         self._means_of = 0  # ... this one
@@ -85,9 +91,16 @@ class LaneLog:
             if entry.weight is None:
                 entry.weight = weight
 
-    def weigh_step(self, step: int, weight: float) -> None:
-        """Note the weight of all lanes of a committed step. All workers call it."""
+    def weigh_step(self, step: int, weight: float, *, is_whole: bool = True) -> None:
+        """Note the weight of all lanes of a committed step. All workers call it. ``is_whole``: its loop body has ended."""
         self._step_weights[step] = weight
+        if is_whole:
+            self._whole = step
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether every committed step was exchanged, and rank 0's trackers hold it. The same on every worker."""
+        return not self._step_weights and not self._backlog.steps
 
     def start_epoch(self, step: int) -> None:
         """An epoch begins after ``step`` steps. Until values of it are published, ``epoch_means`` shows the epoch before it."""
@@ -108,42 +121,75 @@ class LaneLog:
         averages = average(found)
         return averages[0][1] if averages else {}
 
-    def share(self, comm: Comm, *, reads_devices: bool = True) -> None:
-        """Give this worker's new entries to all workers. All workers must call this.
+    def share(self, comm: Comm) -> None:
+        """Give this worker's new entries to all workers. All workers must call this. The host waits for values on a GPU."""
+        self.share_held(comm, None)
 
-        Args:
-            comm: Connects the workers.
-            reads_devices: Whether to include values on a GPU, for which the host must wait.
-        """
-        ready = [entry for entry in self._mine if entry.weight is not None and (reads_devices or not entry.is_on_device)]
-        texts = [json.dumps({entry.key: entry.packed() for entry in ready}).encode() if ready else b""]
+    def share_held(self, comm: Comm, held: int | None) -> int | None:
+        """Do what ``share`` does, and return ``held`` of rank 0: up to which step its trackers hold everything."""
+        mine: dict[str, Any] = self._to_share()
+        if held is not None:
+            mine[_HELD] = held
+        texts = [json.dumps(mine).encode() if mine else b""]
         if comm.size > 1:
             texts = gather_bytes(comm, texts[0], "what was logged")
-        self._merge(texts)
+        everyone = [json.loads(text) if text else {} for text in texts]
+        told: list[int | None] = [each.pop(_HELD, None) for each in everyone]
+        self._merge(everyone)
+        return told[0]
 
-    def collect(self, comm: Comm) -> Averages:
-        """Return the averages of all entries that were not published yet, by step. All workers must call this between steps."""
-        self.share(comm)
-        averages = average(list(self._shared.values()))
-        return [(step, self._step_weights.get(step, 0.0), values) for step, values in averages]
+    def _to_share(self) -> dict[str, Any]:
+        return {entry.key: entry.packed() for entry in self._mine if entry.weight is not None}
 
-    def publish(self, averages: Averages, *, is_main: bool) -> None:
-        """Remember ``averages`` as published, and pass them to the sinks if this worker is rank 0.
+    def collect(self, comm: Comm, held: int | None = None) -> Collected:
+        """Return the averages of all entries that were not published yet, by step, and ``held`` of rank 0.
+
+        All workers must call this between steps.
+        """
+        held = self.share_held(comm, held)
+        return self._averages_of(list(self._shared.values())), held
+
+    def collect_alone(self, *, is_lone: bool) -> Collected:
+        """Return what ``collect`` returns, as far as this worker knows it alone. ``is_lone``: there are no other workers.
+
+        Under an agent every worker holds the values of all steps, except what was logged in the last one after the commit. So if
+        there are other workers, the last step is left out unless its loop body has ended, and nothing was logged then.
+        """
+        if is_lone:
+            self._merge([self._to_share()])
+            last = max(self._step_weights, default=-1)
+        else:
+            last = min([self._whole, *(entry.step - 1 for entry in self._mine)])
+        return self._averages_of([entry for entry in self._shared.values() if entry[0] <= last]), None
+
+    def _averages_of(self, entries: list[Any]) -> Averages:
+        return [(step, self._step_weights.get(step, 0.0), values) for step, values in average(entries)]
+
+    def publish(self, collected: Collected, *, is_main: bool) -> None:
+        """Remember averages as published, add them to the backlog, and pass them to the sinks if this worker is rank 0.
 
         A sink gets each step at most once: not at all if rank 0 dies before it has called the sink.
         """
+        averages, held = collected
+        self._backlog.confirm(held)
         for step, weight, values in averages:
             self.latest, self._published = values, step
             self._add_to_epoch(step, weight, values)
+            self._backlog.add(step, values)
             for sink in self._sinks if is_main else []:
                 sink(step, values)
-        self._step_weights = {step: weight for step, weight in self._step_weights.items() if step > self._published}
+        self._step_weights = {}
         self._merge([])
+
+    def confirm(self, held: int | None) -> None:
+        """Rank 0 has said that its trackers hold everything up to this step."""
+        self._backlog.confirm(held)
 
     def realign(self, comm: Comm) -> None:
         """Give every worker what some worker has received. All workers must call this, after a worker was lost."""
         if comm.size > 1:
-            self._merge(gather_bytes(comm, json.dumps(self._shared).encode(), "what was logged before a worker was lost"))
+            texts = gather_bytes(comm, json.dumps(self._shared).encode(), "what was logged before a worker was lost")
+            self._merge([json.loads(text) for text in texts])
 
     def capture(self) -> dict[str, Any]:
         return {
@@ -151,6 +197,7 @@ class LaneLog:
             "shared": json.dumps(self._shared),
             "step_weights": dict(self._step_weights),
             "epoch_start": self._epoch_start,
+            "trackers": self._backlog.capture() if self._backlog.is_kept else None,
             **self.averages(),
         }
 
@@ -158,6 +205,7 @@ class LaneLog:
         self._published, self._epoch_start = state["published"], state["epoch_start"]
         self._shared, self._mine = json.loads(state["shared"]), []
         self._step_weights = dict(state["step_weights"])
+        self._backlog.restore(state.get("trackers"))  # checkpoints of earlier versions have none
         self.adopt_averages(state)
 
     def averages(self) -> dict[str, Any]:
@@ -182,10 +230,9 @@ class LaneLog:
                 mean += (value - mean) * (weight / total)
             self._means[name] = [mean, total]
 
-    def _merge(self, texts: list[bytes]) -> None:
-        for text in texts:
-            if text:
-                self._shared |= json.loads(text)
+    def _merge(self, received: list[dict[str, Any]]) -> None:
+        for entries in received:
+            self._shared |= entries
         self._shared = {key: entry for key, entry in self._shared.items() if entry[0] > self._published}
         self._mine = [entry for entry in self._mine if entry.key not in self._shared and entry.step > self._published]
 
@@ -196,7 +243,6 @@ class _Entry:
     def __init__(self, step: int, phase: int, lane: int, number: int, values: dict[str, Any], weight: float | None) -> None:
         self.step, self.phase, self.lane, self.values, self.weight = step, phase, lane, values, weight
         self.key = f"{step}/{phase}/{lane}/{number}"
-        self.is_on_device = any(isinstance(value, Tensor) and value.device.type != "cpu" for value in values.values())
 
     def packed(self) -> list[Any]:
         return [self.step, self.lane, self.weight, {name: float(value).hex() for name, value in self.values.items()}]

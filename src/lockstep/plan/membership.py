@@ -15,11 +15,12 @@ alone form the next generation and repeat the step.
 has the newcomers and lacks the workers that leave. A newcomer that arrives during a recovery waits for such a change.
 
 A *newcomer* is a worker that is started while the run is under way. It is not a member while it sets up (PREPARING): it runs its
-script up to the loop that the members are in, waits there, and becomes a member at the next change.
+script up to the loop that the members are in, waits there, and becomes a member at the next change. A newcomer that is not needed
+waits as a *spare*, until a member is lost (plan/membership_spares.py).
 plan/membership_generation.py has what follows from a state, plan/membership_hangs.py the hang timeout, and
 plan/membership_restarts.py what follows if the script does not use ``lockstep.Run``.
 
-The rules do not know which machine a worker runs on, or how many agents there are.
+The rules do not know how many agents there are, and of machines only how many members each has room for.
 """
 
 from __future__ import annotations
@@ -54,15 +55,18 @@ from lockstep.plan.membership_events import (
     StageEntered,
     Tick,
 )
-from lockstep.plan.membership_generation import Decision, break_generation, count, end, kill, note_commit, respawn, settle, spawn
+from lockstep.plan.membership_generation import Decision, break_generation, end, kill, note_commit, respawn, settle, spawn
 from lockstep.plan.membership_hangs import on_tick
-from lockstep.plan.membership_restarts import independence_note, on_death_while_stopping, on_rank_read, restart, restarts_together
+from lockstep.plan.membership_restarts import end_notes, on_death_while_stopping, on_rank_read, restart, restarts_together
+from lockstep.plan.membership_spares import admitted, is_needed, missing_workers, most_members, stands_by, staying, surplus_workers
 from lockstep.plan.membership_state import Policy, State, Status
+from lockstep.plan.membership_texts import Replacement, count, death_text, go_on, start_again
 
 
 def begin(size: int, policy: Policy | None = None, room: int = 0) -> Decision:
     """The first decision of a run: start ``size`` workers. ``room``: how many there can be; 0: any number."""
-    state, start = spawn(State(size, policy or Policy(), room=room), size, 0.0)
+    policy = policy or Policy()
+    state, start = spawn(State(size, policy, room=room, spares=policy.spares), size, 0.0)
     return state, (start,), f"starting {count(size)}"
 
 
@@ -87,13 +91,25 @@ def _on_join_request(state: State, event: JoinRequested, now: float) -> Decision
     if state.worker(event.worker).leaving and state.generation >= 0:
         return state, (Dismiss(event.worker, "it was asked to leave"),), f"worker {event.worker} leaves before it joined"
     state = state.update(event.worker, pid=event.pid or state.worker(event.worker).pid, stage=event.stage)
+    if event.device:
+        state = state.update(event.worker, device=event.device, device_room=event.device_room)
     state = replace(state, max_members=event.max_members or state.max_members, arrived_at=now)
     if state.generation >= 0 and event.stage < 0:
         state = state.update(event.worker, status=Status.PREPARING)
-        return state, (Prepare(event.worker, len(state.members)),), f"worker {event.worker} sets up to join"
+        others = max(1, min(len(state.members), most_members(state) - 1))  # when it joins; a spare takes a place that is lost then
+        return state, (Prepare(event.worker, others),), f"worker {event.worker} sets up to join"
     if event.stage >= 0 and event.stage < state.stage:
         return _pass(state, [event.worker], f"worker {event.worker} passes loop {event.stage}")
-    return settle(state.update(event.worker, status=Status.WAITING), f"worker {event.worker} waits to join")
+    state, actions, why = settle(state.update(event.worker, status=Status.WAITING), f"worker {event.worker} waits to join")
+    state, reports = _note_spare(state, event.worker)
+    return state, (*reports, *actions), why
+
+
+def _note_spare(state: State, id: int) -> tuple[State, tuple[Action, ...]]:
+    """Say that a worker stands by as a spare, when it does so for the first time."""
+    if not stands_by(state, id) or state.worker(id).has_stood_by:
+        return state, ()
+    return state.update(id, is_spare=True, has_stood_by=True), (Report(f"{state.worker(id).name} stands by as a spare"),)
 
 
 def _on_stage(state: State, event: StageEntered, now: float) -> Decision:
@@ -156,14 +172,26 @@ def _on_alone(state: State, event: AloneBegan | AloneEnded, now: float) -> Decis
 
 def _on_leave_request(state: State, event: LeaveRequested, now: float) -> Decision:
     state = state.update(event.worker, leaving=True)
+    if event.cannot_join:
+        state = replace(state, spares=0)
     if state.generation >= 0 and event.worker not in state.members:
         return state, (Dismiss(event.worker, "it was asked to leave"),), f"worker {event.worker} leaves before it joined"
     return settle(state, f"worker {event.worker} wants to leave")
 
 
 def _on_script_raised(state: State, event: ScriptRaised, now: float) -> Decision:
-    """One exception is treated as a fault. The same one at the same place, two at the same step, or one before training: a bug."""
+    """One exception is treated as a fault. The same one at the same place, two at the same step, or one before training: a bug.
+
+    Those of a spare do not count: the run does without it. Failures of GPUs (torch's AcceleratorError) are seen at one place,
+    where the script next waits for its GPU: for them only the same step shows a bug, if the script uses ``lockstep.Run``.
+    """
+    if not is_needed(state, event.worker):
+        return state, (), f"spare {event.worker} raised {event.error}"
+    name, _, text = event.error.partition(": ")
+    kind = name.rpartition(".")[2]
+    lost_device = kind == "DeviceError"
     bug = f"{event.place}: {re.sub('[0-9]+', '#', event.error)}" if event.place else ""  # messages may name ranks or samples
+    bug = "" if lost_device or (kind == "AcceleratorError" and not restarts_together(state)) else bug
     is_same_place = bool(bug) and bug in state.failed_places
     is_same_step = event.step in state.failed_steps and state.worker(event.worker).status is not Status.STARTING
     state = replace(state, failed_steps=(*state.failed_steps, event.step), failed_places=(*state.failed_places, bug))
@@ -174,11 +202,12 @@ def _on_script_raised(state: State, event: ScriptRaised, now: float) -> Decision
         return end(state, 1, f"the script raised at {where} {_repeated(state)}: {event.error}")
     why = f"worker {event.worker} raised {event.error}"
     if restarts_together(state):
-        return restart(replace(state, restarting_for=bug), why)
+        return restart(replace(state, restarting_for=bug), f"worker {event.worker} raised {name}")  # its message was shown
+    said = (Report(f"worker {event.worker} cannot use its GPU any more ({text.rstrip('.')})"),) if lost_device else ()
     if event.worker not in state.members:
-        return state, (), why
+        return state, said, why
     state, aborts = break_generation(state, why, now)  # its process is about to exit: the other members need not wait for that
-    return state, aborts, why
+    return state, (*said, *aborts), why
 
 
 def _repeated(state: State) -> str:
@@ -191,11 +220,17 @@ def _on_script_finished(state: State, event: ScriptFinished, now: float) -> Deci
     finishing = state.finishing or is_end
     if is_end and event.step >= 0:
         state = replace(state, ended_at=(*state.ended_at, (event.worker, event.step)))
-    return replace(state.update(event.worker, finished=True), finishing=finishing), (), f"worker {event.worker} has finished"
+    if not is_end and not state.worker(event.worker).leaving:
+        state = replace(state, spares=max(0, state.spares - 1))  # the script of the next one would end there too
+    is_first = finishing and not state.finishing and state.generation >= 0
+    others = [each.id for each in state.workers if each.id not in state.members] if is_first else []
+    state = replace(state.update(event.worker, finished=True), finishing=finishing)
+    return state, tuple(Dismiss(id, "the run is over") for id in others), f"worker {event.worker} has finished"
 
 
 def _on_death(state: State, event: Died, now: float) -> Decision:
     worker = state.worker(event.worker)
+    worker = replace(worker, pid=worker.pid or event.pid)
     verb = "hung and was killed" if worker.hung else "exited" if worker.finished else f"died ({event.how})"
     why = f"{worker.name} {verb}"
     was_member = worker.id in state.members
@@ -218,15 +253,23 @@ def _on_death(state: State, event: Died, now: float) -> Decision:
         return end(state, 1, f"{why} before training began")  # a fault would have been a signal
     actions: tuple[Action, ...] = ()
     if was_member and not worker.finished:
-        state = replace(state, departed=(*state.departed, f"{worker.name} left" if has_left else why))
-        if not has_left:
+        if has_left:
+            state = replace(state, departed=(*state.departed, f"{worker.name} left"))
+        else:
             state, actions = break_generation(state, why, now)
-    if not worker.finished and not worker.leaving:
-        state = _keep_one(state)
-        state, spawns = respawn(state, worker, now)
-        actions += spawns
+    replacement = Replacement()
+    spawns: tuple[Action, ...] = ()
+    if state.spares and worker.leaving and not worker.surplus and staying(state):  # the run keeps its number of workers
+        state, spawns, replacement = respawn(state, worker, now, was_member=was_member)
+    elif not worker.finished and not worker.leaving:
+        state = _keep_one(state) if was_member else state
+        state, spawns, replacement = respawn(state, worker, now, was_member=was_member)
         if state.generation < 0 and not spawns:
             state = replace(state, unfinished=(*state.unfinished, why))
+    if not worker.finished and not has_left and (was_member or not worker.leaving):
+        others = len(state.members) if was_member else None
+        actions += (Report(death_text(worker, event.how, others, replacement)),)
+    actions += spawns
     if not state.members and not state.with_status(Status.STARTING, Status.WAITING):
         return end(state, 1, why)
     state, more, why = settle(state, why)
@@ -254,27 +297,27 @@ def _end_with_last(state: State, *, is_finished: bool, why: str) -> Decision:
             f"the workers ended the script after different numbers of steps: {each}. Their results differ. Every worker must leave "
             "its loops after the same step: count by run.step, not by a variable that a replacement begins anew",
         )
-    return end(state, 0, "all workers have finished", independence_note(state))
+    return end(state, 0, "all workers have finished", end_notes(state))
 
 
 def _on_scale_request(state: State, event: ScaleRequested, now: float) -> Decision:
     if restarts_together(state):
         return state, (), f"the script does not use lockstep.Run, so its number of workers stays {state.size}"
     state = replace(state, size=event.size, wanted=event.size)
-    staying = [worker.id for worker in state.workers if not worker.leaving]
     target = f"scaling to {count(event.size)}"
-    if len(staying) < event.size:
-        missing = event.size - len(staying)
+    missing = missing_workers(state)
+    if missing > 0:
         state, start = spawn(state, missing, 0.0)
-        return state, (start,), f"{target}: {missing} more {'is' if missing == 1 else 'are'} starting"
-    # Newcomers leave first, because they hold no training state; then the last ranks leave.
-    surplus = sorted(staying, key=lambda id: state.members.index(id) if id in state.members else len(state.members))[event.size :]
+        state, more, _ = settle(state, "")  # a spare may join at once
+        return state, (start, *more), f"{target}: {missing} more {'is' if missing == 1 else 'are'} starting"
+    joining, surplus = admitted(state, staying(state)), surplus_workers(state)
     for id in surplus:
         state = state.update(id, leaving=True, surplus=True)
     dismissals = [Dismiss(id, f"the run was scaled to {count(event.size)}") for id in surplus if id not in state.members]
     state, more, _ = settle(state, "")
     leaving = f"{len(surplus)} will leave after the current step" if surplus else "there are as many already"
-    return state, (*dismissals, *more), f"{target}: {leaving}"
+    spares = f"{len(joining)} spare{' joins' if len(joining) == 1 else 's join'} after the current step"
+    return state, (*dismissals, *more), f"{target}: {spares if joining else leaving}"
 
 
 def _on_machine_joined(state: State, event: MachineJoined, now: float) -> Decision:
@@ -286,7 +329,7 @@ def _on_machine_joined(state: State, event: MachineJoined, now: float) -> Decisi
     if restarts_together(state) and not state.restarting:
         return state, (Report(f"{why}, which are not used: the script does not use lockstep.Run"),), why
     state = state.with_room(state.room + event.workers)
-    missing = state.size - sum(not worker.leaving for worker in state.workers)
+    missing = missing_workers(state)
     if state.restarting or missing <= 0:
         return state, (Report(why),), why
     state, start = spawn(state, missing, 0.0)
@@ -296,12 +339,18 @@ def _on_machine_joined(state: State, event: MachineJoined, now: float) -> Decisi
 def _on_machine_lost(state: State, event: MachineLost, now: float) -> Decision:
     """Its workers are not replaced, because there is no room for replacements."""
     state = state.with_room(state.room - event.room)
-    actions: tuple[Action, ...] = (Report(event.how),)
+    actions: tuple[Action, ...] = ()
+    before, restarts = state.members, state.restarts
     for id in event.workers:
         if state.find(id) is not None and not state.ended:
             state, more, _ = _on_death(state, Died(id, event.how), now)
-            actions += more
-    return state, actions, event.how
+            actions += tuple(action for action in more if not isinstance(action, Report))  # one sentence for all of them
+    text = event.how.rstrip(".")
+    if state.restarting and state.restarts > restarts:
+        text += f". {start_again(state.restarts, state.policy.max_restarts)}"
+    elif state.members != before and not state.ended:
+        text += f". {go_on(len(state.members))}"
+    return state, (Report(text), *actions), event.how
 
 
 _RULES: dict[type, Callable[[State, Any, float], Decision]] = {

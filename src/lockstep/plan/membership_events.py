@@ -12,12 +12,15 @@ class JoinRequested:
     """A worker asks to become a member: ``stage`` -1 from ``Run(...)``, k from a newcomer at the entry of loop k of its script.
 
     ``max_members``: how many workers the run can use, which is its number of lanes. More workers wait as spares. 0: as before.
+    ``device``: the GPU or the machine that the worker computes on, if only ``device_room`` members may; empty: as before.
     """
 
     worker: int
     max_members: int = 0
     pid: int | None = None
     stage: int = -1
+    device: str = ""
+    device_room: int = 0
 
 
 @dataclass(frozen=True)
@@ -74,9 +77,13 @@ class AloneEnded:
 
 @dataclass(frozen=True)
 class LeaveRequested:
-    """A worker wants to leave after the current step: it got SIGTERM."""
+    """A worker wants to leave after the current step: it got SIGTERM.
+
+    ``cannot_join``: it is a newcomer that needs a result of the past which was not kept. No later newcomer can join either.
+    """
 
     worker: int
+    cannot_join: bool = False
 
 
 @dataclass(frozen=True)
@@ -105,11 +112,13 @@ class Died:
     """The process of a worker is gone.
 
     ``how``: "SIGKILL", "exit code 1". ``exited``: the process itself exited; False: a signal ended it, or it never started.
+    ``pid``: its process, if it had one.
     """
 
     worker: int
     how: str
     exited: bool = False
+    pid: int | None = None
 
 
 @dataclass(frozen=True)
@@ -233,10 +242,11 @@ class Stop:
 
 @dataclass(frozen=True)
 class Spawn:
-    """Start processes for ``workers`` after ``delay_s``."""
+    """Start processes for ``workers`` after ``delay_s``. ``are_spares``: besides the workers for which the machines have room."""
 
     workers: tuple[int, ...]
     delay_s: float = 0.0
+    are_spares: bool = False
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ while a generation is changed     members that do not leave it while others have
   or recovers                       (if no member has left, only members that use no CPU time, after ten times the timeout)
 behind the last loop, at exit     workers that use no CPU time while others have finished
 
-A newcomer that sets up holds nobody up and is never killed.
+A newcomer that sets up, or stands by as a spare, holds nobody up and is never killed.
 If a member has announced its work (``run.alone``), the timeout begins when that work ends or its limit has passed.
 """
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lockstep.plan.membership_events import Tick
-from lockstep.plan.membership_generation import Decision, kill
+from lockstep.plan.membership_generation import Decision, kill, start_spares
 from lockstep.plan.membership_state import State, Status
 
 _ALL_LATE_FACTOR = 10
@@ -25,7 +25,13 @@ _IDLE_FACTOR = 1.25
 
 
 def on_tick(state: State, event: Tick, now: float) -> Decision:
-    """Kill the workers that have held others up for the hang timeout."""
+    """Kill the workers that have held others up for the hang timeout, and start the spares that are missing."""
+    state, starts = start_spares(state, now)
+    state, kills, why = _kill_late(state, event, now)
+    return state, (*starts, *kills), why
+
+
+def _kill_late(state: State, event: Tick, now: float) -> Decision:
     idle_s = dict(event.idle_s)
     if state.generation < 0:
         state, actions, why = _kill_late_starters(state, now)

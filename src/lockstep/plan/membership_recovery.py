@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from lockstep.plan.membership_events import Action
 from lockstep.plan.membership_generation import Decision, break_generation, settle, spawn
 from lockstep.plan.membership_restarts import restart, restarts_together
+from lockstep.plan.membership_spares import device_of
 from lockstep.plan.membership_state import Policy, State, Status, Worker
 
 
@@ -29,13 +30,18 @@ class WorkerReport:
     steps: int = -1
     leaving: bool = False
     finished: bool = False
+    gpu: str = ""
+    """What it has said about its GPU (plan/membership_spares.py)."""
     is_unsettled: bool = False
     """It has lost its peers, or waits for a key of the store of its generation, which was lost with the head."""
 
 
 @dataclass(frozen=True)
 class MachineReport:
-    """What an agent knows of the run. ``members`` are those of the newest generation that it was told (-1: of none)."""
+    """What an agent knows of the run. ``members`` are those of the newest generation that it was told (-1: of none).
+
+    ``machine``: the name of its machine, which the head adds.
+    """
 
     room: int
     workers: tuple[WorkerReport, ...] = ()
@@ -51,6 +57,7 @@ class MachineReport:
     needs_peers: bool = False
     started: int = 0
     """How many workers the run started at first, on all machines; 0: this machine has started none."""
+    machine: str = ""
 
 
 def newest(reports: Sequence[MachineReport]) -> MachineReport:
@@ -82,12 +89,13 @@ def has_majority(members: Sequence[int], present: Sequence[int]) -> bool:
 
 
 def recover(policy: Policy, reports: Sequence[MachineReport], now: float) -> tuple[Decision, tuple[int, ...]]:
-    """The state of the run, the actions that follow, and the workers to be killed: newcomers, which held no state.
+    """The state of the run, the actions that follow, and the workers to be killed: newcomers and spares, which held no state.
 
     Members that no report names are lost. Replacements for lost members and newcomers are started, as far as there is room.
     """
     latest = newest(reports)
     found = {worker.id: worker for report in reports for worker in report.workers}
+    devices = {each.id: device_of(report.machine, report.room, each.gpu) for report in reports for each in report.workers}
     # The head was lost while it told the agents of the newest generation. Their workers wait for it, and enter the next one.
     untold = {worker.id for report in reports if report.generation < latest.generation for worker in report.workers}
     kept = list(found.values()) if latest.generation < 0 else [found[id] for id in latest.members if id in found]
@@ -101,7 +109,8 @@ def recover(policy: Policy, reports: Sequence[MachineReport], now: float) -> tup
         room=room,
         wanted=wanted,
         policy=policy,
-        workers=tuple(_worker(each, latest.generation, is_untold=each.id in untold) for each in kept),
+        spares=policy.spares,
+        workers=tuple(_worker(each, latest.generation, devices[each.id], is_untold=each.id in untold) for each in kept),
         next_id=max(report.next_id for report in reports),
         max_members=max(report.max_members for report in reports),
         generation=latest.generation,
@@ -135,7 +144,7 @@ def recover(policy: Policy, reports: Sequence[MachineReport], now: float) -> tup
     return (state, (*actions, *more), why), dropped
 
 
-def _worker(report: WorkerReport, generation: int, *, is_untold: bool) -> Worker:
+def _worker(report: WorkerReport, generation: int, device: tuple[str, int], *, is_untold: bool) -> Worker:
     if generation < 0:
         status = Status.WAITING if report.has_joined else Status.STARTING
     else:
@@ -146,6 +155,8 @@ def _worker(report: WorkerReport, generation: int, *, is_untold: bool) -> Worker
         report.pid,
         leaving=report.leaving,
         finished=report.finished,
+        device=device[0],
+        device_room=device[1],
         has_committed=generation >= 0,
         steps=report.steps,
     )

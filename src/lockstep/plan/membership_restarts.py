@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from lockstep.plan import membership_texts as texts
 from lockstep.plan.membership_events import Action, Died, RankRead, Report, StartAgain, StopAll
-from lockstep.plan.membership_generation import Decision, count, end, spawn
+from lockstep.plan.membership_generation import Decision, end, spawn
 from lockstep.plan.membership_state import State
 
 
@@ -33,7 +34,7 @@ def restart(state: State, why: str) -> Decision:
         return end(state, 1, f"{why}{used}")
     number = state.restarts + 1
     state = replace(state, restarting=True, restarts=number)
-    text = f"{why}. All workers are stopped and start again (restart {number} of {limit})"
+    text = f"{why}. {texts.start_again(number, limit)}"
     stopped = tuple(worker.id for worker in state.workers)
     actions: tuple[Action, ...] = (Report(text), StopAll(stopped)) if stopped else (Report(text),)
     if stopped:
@@ -61,14 +62,21 @@ def start_again(state: State) -> Decision:
     """All workers of the last attempt are gone: start as many again."""
     state = replace(state, restarting=False, restarting_for="", finishing=False, unfinished=(), ended_at=(), needs_peers=False)
     state, start = spawn(state, state.size, 0.0)
-    return state, (StartAgain(state.restarts), start), f"restart {state.restarts}: starting {count(state.size)}"
+    return state, (StartAgain(state.restarts), start), f"restart {state.restarts}: starting {texts.count(state.size)}"
 
 
-def independence_note(state: State) -> tuple[str, ...]:
-    """What a person should know if the script ran on several workers and none of them asked for its rank or for the others."""
-    if state.size < 2 or state.reads_rank or state.has_joined:
+def end_notes(state: State) -> tuple[str, ...]:
+    """What a person should know who has asked for spares, or if no worker of several asked for its rank or for the others."""
+    if state.has_joined:
+        return ()
+    spares = ("--spares has no effect: the script does not use lockstep.Run, so no worker can take another's place",)
+    return (*spares[: state.policy.spares], *_independence_note(state))
+
+
+def _independence_note(state: State) -> tuple[str, ...]:
+    if state.size < 2 or state.reads_rank:
         return ()
     return (
-        f"{count(state.size)} ran the whole script independently: it used neither Lockstep nor its rank (RANK, WORLD_SIZE). "
+        f"{texts.count(state.size)} ran the whole script independently: it used neither Lockstep nor its rank (RANK, WORLD_SIZE). "
         "To train together, use lockstep.Run or torch.distributed in the script. To run it once, use -n 1",
     )

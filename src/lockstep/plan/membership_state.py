@@ -32,6 +32,13 @@ class Worker:
     hung: bool = False
     """The agent was told to kill the worker because it hangs."""
     is_replacement: bool = False
+    is_spare: bool = False
+    """It was started as a spare, or stands by as one (plan/membership_spares.py). Of a member: it was one."""
+    has_stood_by: bool = False
+    """People were told that it stands by."""
+    device: str = ""
+    """The GPU or the machine that it computes on, if only ``device_room`` members may; empty: any number may."""
+    device_room: int = 0
     has_committed: bool = False
     """Whether it was a member when a step committed."""
     stage: int = -1
@@ -56,6 +63,8 @@ class Policy:
     """What the options of `lockstep run` say about lost workers.
 
     At most ``max_respawns`` workers are replaced within ``window_s``, and at most as many in a row that never reach a commit.
+    The same holds for ``spares``, which are counted apart: how many of them stand by. One is started ``spares_after_s`` after the
+    last change of the members: a process that starts would slow that change down.
     All workers of a script without ``lockstep.Run`` are started again at most ``max_restarts`` times.
     """
 
@@ -64,6 +73,18 @@ class Policy:
     window_s: float = 300.0
     hang_timeout_s: float = 30.0
     max_restarts: int = 3
+    spares: int = 0
+    spares_after_s: float = 0.5
+
+
+@dataclass(frozen=True)
+class Respawns:
+    """Replacements in the past, which limit those of the future."""
+
+    at: tuple[float, ...] = ()
+    """When they were started, within ``Policy.window_s``."""
+    failed: int = 0
+    """How many have died since a replacement last took part in a commit."""
 
 
 @dataclass(frozen=True)
@@ -123,10 +144,16 @@ class State:
     """The exception, as in ``failed_places``, because of which all workers were told to stop; empty: another reason."""
     restarts: int = 0
     """How often all workers were started again."""
-    respawned_at: tuple[float, ...] = ()
-    """Within ``policy.window_s``."""
-    failed_respawns: int = 0
-    """How many replacements died since a replacement last took part in a commit."""
+    respawns: Respawns = Respawns()
+    """Of members."""
+    spare_respawns: Respawns = Respawns()
+    """Of spares that died while they stood by or were starting."""
+    spares: int = 0
+    """How many spares should stand by. Less than ``policy.spares`` if some may not be replaced."""
+    spares_at: float = -math.inf
+    """When missing spares may be started."""
+    calm_since: float | None = None
+    """Since when spares have been missing while no worker joined or left; None: that is not so."""
     not_replaced: tuple[str, ...] = ()
     """The workers that died and were not replaced because of ``policy.max_respawns``."""
     failed_steps: tuple[int, ...] = ()

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 class StepEnd:
     """The end of one committed step.
 
-    ``requests`` holds every worker's request bits of that step, by rank (gradients/control_word.py). It is empty if the
-    workers have changed since.
+    ``requests`` holds every worker's request bits of that step, by rank (gradients/control_word.py). If the workers have changed
+    since, only STOP is left of them: the other requests come again with the next step, but a worker that stops makes no more.
     """
 
     step: int

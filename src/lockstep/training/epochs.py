@@ -35,7 +35,7 @@ class EpochLoops:
         epoch = self._replay.enter_epochs(number, count)
         try:
             while epoch is not None and epoch < count:
-                progress.epoch_now = epoch
+                progress.epoch_now, progress.epoch_count = epoch, count
                 self._seed_at(number, epoch)
                 yield epoch
                 epoch = self._replay.next_epoch(number, epoch + 1, count)
@@ -44,7 +44,7 @@ class EpochLoops:
                 self._replay.leave_epochs(number)
             raise
         finally:
-            progress.epoch_now = None
+            progress.epoch_now = progress.epoch_count = None
             self._seed_at(number, -1)
 
     def _seed_at(self, number: int, epoch: int) -> None:

@@ -26,6 +26,8 @@ from lockstep.gradients.engine_state import EngineState
 from lockstep.gradients.lane_engine import LaneEngine
 from lockstep.observe.log import LaneLog
 from lockstep.plan.samples import MODEL, sample_seed
+from lockstep.recording.recorder import Recorder
+from lockstep.recording.records import BETWEEN, DATA, FORWARD, LANE
 from lockstep.training.between_steps import BetweenSteps
 from lockstep.training.consistency import Consistency
 from lockstep.training.loop_checks import require_complete, require_same_data, step_calls
@@ -52,8 +54,10 @@ class TrainingLoop:
         consistency: Consistency,
         between_steps: BetweenSteps,
         log: LaneLog,
+        recorder: Recorder,
         seed: int,
     ) -> None:
+        self._recorder = recorder
         self._progress, self._workers, self._recovery, self._replay, self._engine = progress, workers, recovery, replay, engine
         self._commit, self._gate, self._consistency, self._between_steps = commit, gate, consistency, between_steps
         self._log, self._seed = log, seed
@@ -103,9 +107,11 @@ class TrainingLoop:
             self._recovery.together(lambda: self._consistency.compare_data(settings))
         progress.data = dict(settings)
         progress.loop = CurrentLoop(stage)
+        self._recorder.end_pause(progress.epoch)
         return stage
 
     def loop_ended(self) -> None:
+        self._recorder.enter(BETWEEN)
         self._between_steps.loop_ended(self._progress.step)
 
     def loop_abandoned(self) -> None:
@@ -113,7 +119,8 @@ class TrainingLoop:
         if loop is None:
             return
         if loop.committed:
-            self._weigh_logged(loop)
+            self._weigh_logged(loop, is_whole=False)
+            self._end_step(loop, self._progress.step)
         else:
             self._log.discard_step(self._progress.step + 1, phase=0)
             if loop.micro_batches > 1:
@@ -125,6 +132,7 @@ class TrainingLoop:
             self._progress.end_loop(loop.stage)
             self._replay.leave_loop()
             self._seed_after(loop.stage)
+            self._recorder.begin_pause()
         self._progress.loop = None
         self._engine.stop()
 
@@ -135,11 +143,13 @@ class TrainingLoop:
         """Begin an epoch. ``fingerprint`` identifies the order of its samples; 0 for a stream."""
         self._require_unchanged()
         if fingerprint:
-            self.or_restart_step(lambda: self._consistency.compare_order(fingerprint))
+            with self._recorder.waiting():
+                self.or_restart_step(lambda: self._consistency.compare_order(fingerprint))
 
     # -- a step ------------------------------------------------------------------------------
 
     def start_step(self, step: StepPlan) -> None:
+        self._recorder.enter(LANE)
         loop = self._current()
         self.note_step(step)
 
@@ -148,11 +158,13 @@ class TrainingLoop:
             self._engine.start_phase(self._progress.step, step.counts, (loop.stage, step.epoch, step.index, 0))
 
         self.or_restart_step(start)
+        self._recorder.enter(DATA)  # collate_fn may return None, so the loader looks one micro-batch ahead
 
     def note_step(self, step: StepPlan) -> None:
         """The loop has come to this step."""
         loop = self._current()
         loop.step, loop.micro_batches = step, 0
+        self._recorder.start_step()
         if step.index == 0 and self._progress.epoch_now is None:
             self._log.start_epoch(self._progress.step)
         if step.index == 1:
@@ -167,8 +179,10 @@ class TrainingLoop:
         loop.lane, loop.is_last, loop.committed = lane, is_last, False
         loop.micro_batches += 1
         loop.generation = self._workers.generation
+        self._recorder.enter(LANE)
         self._engine.start_lane(lane, is_last)
         self._commit.seed_lane(lane)
+        self._recorder.enter(FORWARD)
 
     def end_micro_batch(self) -> None:
         """Raises StepRestarted if the workers have changed and the shard must start the step again."""
@@ -177,14 +191,26 @@ class TrainingLoop:
             self._commit.end_lane()
         if self._engine.state is EngineState.DISCARDED and not loop.committed:
             self._log.discard_step(self._progress.step + 1, phase=0)
+            self._end_step(loop, self._progress.step + 1, committed=False)
             raise StepRestarted
         self._compare_ends(loop)
         require_complete(loop, self._progress.step, self._engine.state, self._gate.optimizers)
         self._weigh_logged(loop)
         if loop.committed:
-            self._between_steps.run()
+            self._recorder.enter(BETWEEN)
+            try:
+                self._between_steps.run()
+            finally:  # also if the run is asked to end
+                self._end_step(loop, self._progress.step)
+        else:
+            self._recorder.enter(DATA)
         if loop.generation != self._workers.generation:
             raise StepRestarted
+
+    def _end_step(self, loop: CurrentLoop, step: int, *, committed: bool = True) -> None:
+        assert loop.step is not None
+        samples = sum(loop.step.counts[slice(*self._recorder.lanes)])
+        self._recorder.end_step(step, self._progress.epoch, samples, committed=committed)
 
     def _compare_ends(self, loop: CurrentLoop) -> None:
         """If the loop body has not called the optimizer, meet the other workers. If some have, all raise one error that says so."""
@@ -192,10 +218,10 @@ class TrainingLoop:
             with suppress(PeerError):
                 self._workers.comm.barrier(f"the end of the loop body without {step_calls(self._gate.optimizers)}")
 
-    def _weigh_logged(self, loop: CurrentLoop) -> None:
+    def _weigh_logged(self, loop: CurrentLoop, *, is_whole: bool = True) -> None:
         self._log.weigh(self._engine.weight_of(loop.lane))
         if loop.committed:
-            self._log.weigh_step(self._progress.step, self._engine.total_weight)
+            self._log.weigh_step(self._progress.step, self._engine.total_weight, is_whole=is_whole)
 
     def gather_counts(self, counts: Sequence[int]) -> tuple[int, ...]:
         """Gather the number of samples of every lane of a stream's step. All workers call it."""
@@ -205,7 +231,8 @@ class TrainingLoop:
             texts = gather_bytes(self._workers.comm, mine, "the samples of each lane")
             return [count for text in texts for count in json.loads(text)]
 
-        return tuple(self.or_restart_step(gather))
+        with self._recorder.waiting():
+            return tuple(self.or_restart_step(gather))
 
     def or_restart_step(self, collective: Callable[[], T]) -> T:
         """Call a collective of the loader. After a recovery, all workers start the step again instead of repeating the call."""

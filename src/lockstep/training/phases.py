@@ -31,6 +31,8 @@ from lockstep.gradients.engine_state import EngineState
 from lockstep.gradients.lane_engine import LaneEngine
 from lockstep.observe.log import LaneLog
 from lockstep.plan.samples import lane_seed
+from lockstep.recording.recorder import Recorder
+from lockstep.recording.records import BETWEEN, BODY, DATA, FORWARD, LANE
 from lockstep.training.between_steps import BetweenSteps
 from lockstep.training.consistency import Consistency
 from lockstep.training.loop import TrainingLoop
@@ -53,8 +55,10 @@ class Phases:
         consistency: Consistency,
         between_steps: BetweenSteps,
         log: LaneLog,
+        recorder: Recorder,
         seed: int,
     ) -> None:
+        self._recorder = recorder
         self._loop, self._progress, self._workers, self._recovery, self._engine = loop, progress, workers, recovery, engine
         self._commit, self._consistency, self._between_steps, self._log = commit, consistency, between_steps, log
         self._seed, self._overlap = seed, False
@@ -80,13 +84,15 @@ class Phases:
         """The user left the loop by ``break``: the step that was under way counts if its phases are complete."""
         loop = self._progress.loop
         if loop is not None and loop.committed and not loop.in_phase:
-            self._commit_step()
+            self._commit_step(is_whole=False)
+            self._end_step(loop)
 
     def start_step(self, step: StepPlan) -> None:
         loop = self._current()
         self._loop.note_step(step)
         loop.committed, loop.phase, loop.lane = False, -1, -1
         loop.generation = self._workers.generation
+        self._recorder.enter(BODY)
         seed_everything(lane_seed(self._seed, self._progress.step, self._engine.lanes + 1))
 
     def end_step(self) -> None:
@@ -95,11 +101,20 @@ class Phases:
         if loop.phase < 0:
             self._engine.forget_requests()  # they are those of an earlier step
         self._commit_step()
-        self._between_steps.run()
+        self._recorder.enter(BETWEEN)
+        try:
+            self._between_steps.run()
+        finally:  # also if the run is asked to end
+            self._end_step(loop)
 
-    def _commit_step(self) -> None:
+    def _end_step(self, loop: CurrentLoop) -> None:
+        assert loop.step is not None
+        samples = sum(loop.step.counts[slice(*self._recorder.lanes)])
+        self._recorder.end_step(self._progress.step, self._progress.epoch, samples)
+
+    def _commit_step(self, *, is_whole: bool = True) -> None:
         self._commit.commit_step()
-        self._log.weigh_step(self._progress.step, self._engine.total_weight)
+        self._log.weigh_step(self._progress.step, self._engine.total_weight, is_whole=is_whole)
 
     # -- one phase -----------------------------------------------------------------------------
 
@@ -112,6 +127,7 @@ class Phases:
         elif loop.lane >= 0 and self._engine.state is not EngineState.DISCARDED:
             self._require_complete(loop)
         loop.in_phase, loop.committed, loop.lane = True, False, -1
+        self._recorder.enter(LANE)
         loop.generation = self._workers.generation
 
         def start() -> None:
@@ -120,21 +136,26 @@ class Phases:
             self._engine.start_phase(self._progress.step, counts, position, collects=True, overlap=self._overlap)
 
         self._loop.or_restart_step(start)
+        self._recorder.enter(DATA)
 
     def start_micro_batch(self, lane: int, is_last: bool) -> None:
         loop = self._current()
         loop.lane, loop.is_last = lane, is_last
+        self._recorder.enter(LANE)
         self._engine.start_lane(lane, is_last)
         self._commit.seed_lane(lane)
+        self._recorder.enter(FORWARD)
 
     def end_micro_batch(self) -> None:
         loop = self._current()
         self._commit.end_lane()
         require_backward_returned(loop, self._progress.step, self._engine.state)
         weight = self._engine.weight_of(loop.lane)  # what was logged counts, also if there is no backward
+        self._recorder.enter(LANE)
         self._engine.end_lane()
         self._restart_if_discarded()
         self._log.weigh(weight)
+        self._recorder.enter(DATA)
 
     def end_phase(self) -> None:
         self._engine.average()
@@ -165,7 +186,8 @@ class Phases:
     def means(self) -> dict[str, float]:
         self._loop.require_collective("step.means", "")
         step, phase = self._progress.step + 1, self._current().phase
-        return self._recovery.together(lambda: self._log.means(self._workers.comm, step, phase))
+        with self._recorder.waiting():
+            return self._recovery.together(lambda: self._log.means(self._workers.comm, step, phase))
 
     def gather_lanes(self, fn: Callable[[Any], Any], micro_batches: Callable[[], Iterator[MicroBatch]]) -> list[Any]:
         self._loop.require_collective("step.gather(...)", "")
@@ -179,8 +201,9 @@ class Phases:
                         self._commit.seed_lane(micro_batch.lane, phase)
                         mine[micro_batch.lane] = fn(micro_batch.batch)
             skeleton, content = to_bytes(mine, "what step.gather collects")
-            skeletons = gather_bytes(self._workers.comm, skeleton.encode(), "the outline of what step.gather collects")
-            contents = gather_bytes(self._workers.comm, content, "what step.gather collects")
+            with self._recorder.waiting():
+                skeletons = gather_bytes(self._workers.comm, skeleton.encode(), "the outline of what step.gather collects")
+                contents = gather_bytes(self._workers.comm, content, "what step.gather collects")
             found = [from_bytes(text.decode(), each) for text, each in zip(skeletons, contents, strict=True)]
             return {lane: value for lanes in found for lane, value in lanes.items()}
 

@@ -100,6 +100,8 @@ class Progress:
     """Loops over ``run.epochs`` that this worker's script has reached."""
     epoch_now: int | None = field(default=None, init=False)
     """The epoch of the loop over ``run.epochs`` that this worker's script is in, or None."""
+    epoch_count: int | None = field(default=None, init=False)
+    """How many epochs that loop has."""
 
     @property
     def committed(self) -> bool:

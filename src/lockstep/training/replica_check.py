@@ -22,6 +22,7 @@ from lockstep.elastic.worker_group import WorkerGroup
 from lockstep.errors import CorruptionError
 from lockstep.observe.notice import print_notice
 from lockstep.plan.step_end import StepEnd
+from lockstep.recording.records import BETWEEN
 from lockstep.training.progress import Progress
 
 
@@ -30,6 +31,8 @@ class ReplicaCheck:
 
     ``on_differed(step)`` is called on every worker when a replica was restored, with the last step at which all were equal.
     """
+
+    phase = BETWEEN
 
     def __init__(
         self,

@@ -9,8 +9,9 @@ import copy
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, ParamSpec, TypeVar, cast
 
+import torch
 from torch import nn
 
 from lockstep.comm.base import Comm
@@ -20,11 +21,15 @@ from lockstep.data.source import LoaderOptions
 from lockstep.data.steps import Steps
 from lockstep.errors import UsageError
 from lockstep.observe.log import Sink
+from lockstep.observe.trackers import Tracker
+from lockstep.recording.records import CHECKPOINT, EVALUATE
 from lockstep.training.argument_names import BATCH_SIZE, explain_unknown
+from lockstep.training.captured_function import CapturedFunction
 from lockstep.training.run_arguments import RunArguments, one_module
 from lockstep.training.run_parts import RunParts
 from lockstep.training.value_exchange import broadcast_value, gather_values, mean_of_values
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -35,8 +40,9 @@ class Run:
     prefix. Rank 0's parameters, buffers, optimizer and scheduler states are copied to all workers.
 
     Args:
-        model: The model to train. Several models: a list or a dict of them, as in ``lockstep.Run([generator, critic], opt_g,
-            opt_c)``. Their parameters are then named "0.weight", or after the keys of the dict.
+        model: The model to train. If it is on a GPU, that GPU becomes the current CUDA device of the process. Several models: a
+            list or a dict of them, as in ``lockstep.Run([generator, critic], opt_g, opt_c)``. Their parameters are then named
+            "0.weight", or after the keys of the dict.
         *optimizers_and_schedulers: The optimizers of the model, their schedulers, and a ``GradScaler`` if there is one.
         lanes: Into how many slices every global batch is cut. Lanes define the arithmetic: with the same ``lanes`` and ``seed``
             the result has the same bits on any number of workers up to ``lanes``. Default: the number of workers.
@@ -45,9 +51,14 @@ class Run:
         threads: Intra-op threads per worker on the CPU. Sums depend on it, so the default is 1 if ``lanes`` is given.
         comm: What carries gradients: "auto", "shm", "twolevel", "gloo", "nccl", or a Comm. Default: chosen by device and machine.
         bucket_mb: The size of a gradient bucket in MiB.
+        reduce_dtype: ``torch.float32`` (or ``torch.float64``): gradients of a less precise dtype are added in this one, over
+            the lanes and over the workers, and the average is rounded once. Default: each gradient is added in its own dtype.
         timeout_s: How long a worker waits for another one before it raises a ``PeerError``.
         log_every: Logged values are averaged over all workers every ``log_every`` steps.
         on_log: Called on rank 0 as ``on_log(step, values)`` with the averages of what ``run.log`` was given.
+        track: Where these averages go: names out of "csv", "tensorboard", "wandb" and "mlflow", trackers of ``lockstep.track``,
+            such as ``lockstep.track.Csv("metrics.csv")``, and objects with ``log(step, values)``. Each step arrives exactly once,
+            whichever worker dies and however often the run is resumed (the page "Log values" says what it needs for that).
         checkpoint: A folder, or any URL that fsspec can write to. The whole state is saved there, and the run resumes from
             the newest complete checkpoint that it finds there.
         every: How often a checkpoint is saved: "10min", "500 steps" or "1 epoch". One is also saved at the end of each loop and on
@@ -61,7 +72,8 @@ class Run:
         verify_every: Replicas are compared every ``verify_every`` steps, and a replica that differs is restored. 0: never.
 
     Raises:
-        UsageError: An argument cannot work, or the workers have different models or settings.
+        UsageError: An argument cannot work, or the workers have different models or settings, or a script under ``lockstep run``
+            has constructed a ``Run`` before.
         PeerError: Another worker was lost and there is no agent to recover with.
 
     Example:
@@ -84,9 +96,11 @@ class Run:
         threads: int | None = None,
         comm: Comm | str | None = None,
         bucket_mb: float = 25,
+        reduce_dtype: torch.dtype | None = None,
         timeout_s: float = 600.0,
         log_every: int = 10,
         on_log: Sink | None = None,
+        track: Sequence[str | Tracker] = (),
         checkpoint: str | os.PathLike[str] | None = None,
         every: str = "10min",
         keep: int = 3,
@@ -103,9 +117,11 @@ class Run:
             threads=threads,
             comm=comm,
             bucket_mb=bucket_mb,
+            reduce_dtype=reduce_dtype,
             timeout_s=timeout_s,
             log_every=log_every,
             on_log=on_log,
+            track=track,
             checkpoint=checkpoint,
             every=every,
             keep=keep,
@@ -393,6 +409,57 @@ class Run:
             prefetch_factor=prefetch_factor,
         )
 
+    def capture(self, function: Callable[P, T], *, shapes: int = 4) -> CapturedFunction[P, T]:
+        """Capture a function of the loop body as a CUDA graph: after a few steps, one launch replays all its kernels.
+
+        Use it if the host cannot launch kernels as fast as the GPU runs them. Capture the function that computes the loss and
+        calls ``backward()``, and another one that clips gradients and calls ``opt.step()``. The results have the same bits as
+        without. What cannot be captured runs as it is, and one line says why. On the CPU every function runs as it is. Every worker
+        captures for itself, also one that joins later: the exchange of gradients is no part of a capture.
+
+        In its first two steps the function runs as it is. In the third one it is recorded, and replayed from then on. So it runs on
+        the host only until it is captured. It may use its arguments, the model and the optimizers; numbers
+        and tensors that it reads from variables by name may change, but then it is captured anew. It must not print, log or
+        count: return tensors, and do that with them outside.
+
+        Args:
+            function: Its arguments are tensors, plain values, or tuples, lists and dicts of them, and so is what it returns.
+                Tensors are moved to ``run.device`` first.
+            shapes: How many captures are kept, one for each combination of shapes and plain values. Each has gradients of its own.
+
+        Returns:
+            A function that is called like ``function``. It returns copies, which later calls do not change and which do not
+            belong to autograd's graph. Its attribute ``replays`` counts the calls that were replayed, ``recordings`` says how many
+            captures are kept now, and ``reasons`` lists why others were not made.
+
+        Raises:
+            UsageError: ``shapes`` is less than 1, ``function`` is not one, or the run is closed; when it is called: it calls
+                ``run.log`` or ``run.weigh``.
+
+        Example:
+            >>> @run.capture
+            ... def forward_backward(x, y):
+            ...     loss = F.cross_entropy(model(x), y)
+            ...     loss.backward()
+            ...     return loss
+            >>> @run.capture
+            ... def update():
+            ...     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            ...     optimizer.step()
+            >>> for x, y in run.shard(dataset, global_batch=64, drop_last=True):
+            ...     run.log(loss=forward_backward(x, y))
+            ...     update()
+            ...     optimizer.zero_grad()
+        """
+        self._loop.require_open()
+        if not callable(function) or isinstance(function, nn.Module):
+            raise UsageError(
+                f"run.capture got a {type(function).__name__}. Pass a function that computes the loss and calls backward() on it."
+            )
+        if isinstance(shapes, bool) or not isinstance(shapes, int) or shapes < 1:
+            raise UsageError(f"run.capture(..., shapes={shapes!r}): pass how many captures are kept, 1 or more.")
+        return self._parts.captures.capture(function, shapes)
+
     def weigh(self, weight: float) -> None:
         """Set the weight of the current lane (its number of tokens, for example) instead of its number of samples.
 
@@ -403,6 +470,7 @@ class Run:
         Raises:
             UsageError: It was called after ``backward()`` or outside the loop, or ``weight`` is negative or not finite.
         """
+        self._parts.captures.require_outside("run.weigh()", "before the function is called")
         self._engine.weigh(float(weight))
 
     def log(self, **values: Any) -> None:
@@ -418,6 +486,7 @@ class Run:
         Raises:
             UsageError: It was called outside the loop, or a value is not one number.
         """
+        self._parts.captures.require_outside("run.log()", "with what the function returns")
         loop = self._progress.loop
         if loop is None or loop.step is None:
             raise UsageError("run.log() was called outside the loop over run.shard(...). Call it in the loop body.")
@@ -463,11 +532,12 @@ class Run:
         """
         self._loop.require_open()
         self._loop.require_collective("run.evaluate(...)", "result = run.evaluate(...)")
-        return self._collective(
-            lambda: self._parts.evaluations.evaluate(
-                fn, dataset, step=self.step, global_batch=global_batch, num_workers=num_workers, collate_fn=collate_fn
+        with self._parts.recorder.within(EVALUATE):
+            return self._collective(
+                lambda: self._parts.evaluations.evaluate(
+                    fn, dataset, step=self.step, global_batch=global_batch, num_workers=num_workers, collate_fn=collate_fn
+                )
             )
-        )
 
     # -- values of all workers -----------------------------------------------------------------
 
@@ -533,7 +603,8 @@ class Run:
     def _exchange(self, name: str, call: Callable[[], T]) -> T:
         self._loop.require_open()
         self._loop.require_collective(f"run.{name}(...)", f"result = run.{name}(...)")
-        return self._collective(call)
+        with self._parts.recorder.waiting():
+            return self._collective(call)
 
     # -- the state ---------------------------------------------------------------------------
 
@@ -582,7 +653,8 @@ class Run:
         if self._progress.loop is not None:
             checkpoints.request_save()
         else:
-            self._collective(lambda: checkpoints.save(self.step))
+            with self._parts.recorder.within(CHECKPOINT):
+                self._collective(lambda: checkpoints.save(self.step))
 
     def alone(self, what: str, *, limit_s: float = 3600.0) -> AbstractContextManager[None]:
         """Announce work of this worker that may take longer than ``--hang-timeout`` while the others wait for it.
@@ -621,9 +693,9 @@ class Run:
         return copy.deepcopy(result)  # the script may change it
 
     def close(self) -> None:
-        """Wait for a checkpoint that is being written, unhook the model, and close the connections.
+        """Publish what was logged, wait for a checkpoint that is being written, unhook the model, and close the connections.
 
-        The optimizers get their own ``step`` back. It may be called twice.
+        All workers must call it, or none. The optimizers get their own ``step`` back. It may be called twice.
         """
         self._parts.close()
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 from lockstep.comm.base import Comm
 from lockstep.errors import UsageError
 from lockstep.observe.log import Sink
+from lockstep.observe.named_trackers import make_trackers
+from lockstep.observe.trackers import Tracker
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,20 +33,26 @@ class RunArguments:
     threads: int | None
     comm: Comm | str | None
     bucket_mb: float
+    reduce_dtype: torch.dtype | None
     timeout_s: float
     log_every: int
     on_log: Sink | None
+    track: Sequence[str | Tracker]
     checkpoint: str | os.PathLike[str] | None
     every: str
     keep: int
     resume: str | os.PathLike[str]
     override: Sequence[str]
     verify_every: int
+    trackers: list[Tracker] = field(init=False)
+    """A tracker for each name and object in ``track``."""
 
     def __post_init__(self) -> None:
         self._check_model()
         self._check_numbers()
+        self._check_reduce_dtype()
         self._check_checkpoint()
+        object.__setattr__(self, "trackers", make_trackers(self.track))
 
     def _check_model(self) -> None:
         if not isinstance(self.model, nn.Module):
@@ -70,6 +79,13 @@ class RunArguments:
             raise UsageError(f"seed={self.seed!r} is not a whole number. Pass an int.")
         if not self.bucket_mb > 0 or not self.timeout_s > 0:
             raise UsageError(f"bucket_mb={self.bucket_mb} and timeout_s={self.timeout_s} must both be positive.")
+
+    def _check_reduce_dtype(self) -> None:
+        if self.reduce_dtype not in (None, torch.float32, torch.float64):
+            raise UsageError(
+                f"reduce_dtype={self.reduce_dtype!r} is not a dtype that makes sums more precise. Pass torch.float32, or None to "
+                "add gradients in their own dtype."
+            )
 
     def _check_checkpoint(self) -> None:
         if self.checkpoint is None and (self.resume != "auto" or self.override):

@@ -111,6 +111,8 @@ class RunState:
             if not later & {id(each), id(getattr(each, "optimizer", None))}:
                 add_groups(each, lacking.get(name, []), self._engine.named)
                 each.load_state_dict(state["objects"][name])
+                if isinstance(each, Optimizer):
+                    _adopt_strides(each)
 
     def _groups(self) -> dict[str, Groups]:
         """Return the parameter groups of each optimizer."""
@@ -155,3 +157,15 @@ class RunState:
         first: dict[int, str] = {id(tensor): name for name, tensor in reversed(named)}
         state = self._model.state_dict(keep_vars=True)
         return {name: first[id(t)] for name, t in state.items() if id(t) in first and first[id(t)] != name}
+
+
+def _adopt_strides(optimizer: Optimizer) -> None:
+    """Give each tensor of the optimizer's state the strides of its parameter, as it has them in a run that was never interrupted.
+
+    A state arrives in contiguous tensors. If a parameter has other strides (channels_last), torch's kernels would add it to them
+    element by element, and round bfloat16 numbers differently than for tensors of equal strides.
+    """
+    for param, values in optimizer.state.items():
+        for key, value in values.items():
+            if isinstance(value, Tensor) and value.shape == param.shape and value.stride() != param.stride():
+                values[key] = torch.empty_like(param, dtype=value.dtype, device=value.device).copy_(value)

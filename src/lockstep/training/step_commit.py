@@ -10,6 +10,8 @@ from lockstep.gradients.engine_state import EngineState
 from lockstep.gradients.lane_engine import LaneEngine
 from lockstep.observe.ledger import Ledger
 from lockstep.plan.samples import PHASE, lane_seed
+from lockstep.recording.recorder import Recorder
+from lockstep.recording.records import BODY
 from lockstep.training.progress import Progress
 from lockstep.training.user_state import UserState
 
@@ -25,8 +27,10 @@ class StepCommit:
         journal: CollectiveJournal,
         user_state: UserState,
         ledger: Ledger | None,
+        recorder: Recorder,
         seed: int,
     ) -> None:
+        self._recorder = recorder
         self._progress, self._engine, self._workers, self._journal = progress, engine, workers, journal
         self._user_state, self._ledger, self._seed = user_state, ledger, seed
         self._samples: dict[int, list[int]] = {}
@@ -80,6 +84,7 @@ class StepCommit:
             self._user_state.require_unchanged()
             self.commit_phase()
             self.commit_step()
+            self._recorder.enter(BODY)
 
     def commit_phase(self) -> None:
         """Every worker has the averages of the phase, or has made its step with them."""

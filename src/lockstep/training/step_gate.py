@@ -11,7 +11,8 @@ import inspect
 import sys
 import types
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -43,6 +44,9 @@ class StepGate:
         self._may_step, self._stepped, self._takes_closure = may_step, stepped, takes_closure
         self._restore: list[Callable[[], None]] = []
         self._params = params
+        self.called: list[Any] = []
+        """The objects of the last gated calls, whether or not a call took effect. An observer of a function clears it before."""
+        self._is_recording = False
         self.objects = objects
         self.optimizers = [each for each in objects if isinstance(each, Optimizer)]
         self.scalers = [each for each in objects if isinstance(each, GradScaler)]
@@ -79,6 +83,34 @@ class StepGate:
         """Require that optimizers update only the model's parameters: parameter groups may have been added."""
         _require_model(self.optimizers, self._params)
 
+    # -- a function that is captured (training/captured_update.py) ----------------------------
+
+    def may_step(self, call: str) -> bool:
+        """Return whether gated calls take effect now. ``call`` names the function that makes them."""
+        return self._may_step(call)
+
+    def stepped(self) -> None:
+        """Optimizers have stepped in a replay."""
+        self._stepped()
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """In this context gated calls are made without being asked for, and commit nothing: they are recorded."""
+        self._is_recording = True
+        try:
+            yield
+        finally:
+            self._is_recording = False
+
+    def _takes_effect(self, target: Any, call: str) -> bool:
+        del self.called[:-32]  # nobody clears it in a loop without captured functions
+        self.called.append(target)
+        return self._is_recording or self._may_step(call)
+
+    def _has_stepped(self) -> None:
+        if not self._is_recording:
+            self._stepped()
+
     def close(self) -> None:
         for restore in reversed(self._restore):
             restore()
@@ -103,7 +135,7 @@ class StepGate:
         self._restore.append(lambda: setattr(target, name, before) if own else delattr(target, name))
 
     def _plain(self, target: Any, call: Callable[..., Any], what: str, args: Any, kwargs: Any) -> Any:
-        return call(*args, **kwargs) if self._may_step(what) else None
+        return call(*args, **kwargs) if self._takes_effect(target, what) else None
 
     def _clean(self, target: Any, call: Callable[..., Any], what: str, args: Any, kwargs: Any) -> Any:
         return {k: v for k, v in call(*args, **kwargs).items() if not hasattr(v, "_lockstep_gate")}
@@ -120,17 +152,17 @@ class StepGate:
                 "run.shard(...) cannot do that. Use the loop over run.steps(...), and loop over the lanes in the closure."
             )
         self._require_known_scaler(what)
-        if not self._may_step(what):
+        if not self._takes_effect(target, what):
             return None
         result = call(*args, **kwargs)
-        self._stepped()
+        self._has_stepped()
         return result
 
     def _scaler_step(self, target: GradScaler, call: Callable[..., Any], what: str, args: Any, kwargs: Any) -> Any:
-        if not self._may_step(what):
+        if not self._takes_effect(target, what):
             return None
         result = call(*args, **kwargs)
-        self._stepped()  # also if an inf made it skip the optimizer: every worker skips the step alike
+        self._has_stepped()  # also if an inf made it skip the optimizer: every worker skips the step alike
         return result
 
     def _require_known_scaler(self, what: str) -> None:

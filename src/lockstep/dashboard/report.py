@@ -1,0 +1,76 @@
+"""The report of a run: one HTML file with the same charts as the page, made without a server. It loads nothing."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+from lockstep.dashboard.log_parts import read_log, workers_with_logs
+from lockstep.dashboard.page_files import REPORT_MODULES, STATIC, plotly_file
+from lockstep.dashboard.watched_run import WatchedRun
+
+_LOG_BYTES = 32 << 10
+_LOGS = 32
+_IMPORT = re.compile(r"^import [^;]+;\n", re.MULTILINE)
+_STAR = re.compile(r"^import \* as (\w+) from \"\./([\w.]+)\";", re.MULTILINE)
+_EXPORTED = re.compile(r"^export (?:async )?(?:function|class|const) (\w+)", re.MULTILINE)
+
+
+def report_data(run_dir: Path) -> dict[str, Any]:
+    """All that the report shows of a run, as plain data. The run may still go on, and its recording may be damaged.
+
+    Raises:
+        UsageError: There is no run in ``run_dir``.
+    """
+    run = WatchedRun(run_dir.absolute().name, run_dir)
+    run.read_all()
+    _, data = run.changes()
+    workers = workers_with_logs(run_dir)[:_LOGS]  # rank 0 is among them, unless it was replaced
+    logs = {str(id): part.text for id in workers if (part := read_log(run_dir, id, max_bytes=_LOG_BYTES)) is not None}
+    return data | {"logs": logs, "made": time.strftime("%Y-%m-%d %H:%M")}
+
+
+def report_html(data: dict[str, Any]) -> str:
+    """The report as one file.
+
+    Raises:
+        UsageError: plotly is not installed.
+    """
+    html = (STATIC / "page.html").read_text()
+    embedded = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    parts = {
+        '<link rel="stylesheet" href="static/page.css">': f"<style>\n{(STATIC / 'page.css').read_text()}</style>",
+        '<script src="static/plotly.min.js" defer></script>': f"<script>{_for_script(plotly_file().read_text())}</script>",
+        '<script type="module" src="static/page.js"></script>': "",
+        "<title>Lockstep</title>": f"<title>{_for_html(data['run']['name'])}: report of a run</title>",
+        "</body>": f'<script type="application/json" id="report-data">{embedded}</script>\n'
+        f'<script type="module">\n{_for_script(join_modules())}</script>\n</body>',
+    }
+    for old, new in parts.items():
+        assert html.count(old) == 1, old
+        before, after = html.split(old)
+        html = before + new + after
+    return html
+
+
+def join_modules() -> str:
+    """The page's modules as one: without imports and exports. `import * as x` becomes an object of what the module exports."""
+    found = []
+    for name in REPORT_MODULES:
+        text = (STATIC / name).read_text()
+        for alias, module in _STAR.findall(text):
+            names = _EXPORTED.findall((STATIC / module).read_text())
+            found.append(f"const {alias} = {{ {', '.join(names)} }};\n")
+        found.append(re.sub(r"^export ", "", _IMPORT.sub("", text), flags=re.MULTILINE))
+    return "".join(found)
+
+
+def _for_script(text: str) -> str:
+    return text.replace("</script", "<\\/script").replace("<!--", "<\\!--")
+
+
+def _for_html(text: str) -> str:
+    return text.replace("&", "&amp;").replace("<", "&lt;")

@@ -1,0 +1,41 @@
+"""The first and the last lines of a file that may be large, without reading the rest."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from lockstep.recording.json_lines import objects
+
+_BYTES = 1 << 18
+
+
+def first_objects(path: Path, max_bytes: int = _BYTES) -> list[dict[str, Any]]:
+    """Returns the JSON objects of the first lines. Lines that are no JSON objects are left out. Empty if there is no such file."""
+    data = _read(path, 0, max_bytes)
+    return objects((data if len(data) < max_bytes else data[: data.rfind(b"\n") + 1]).splitlines())
+
+
+def last_objects(path: Path, max_bytes: int = _BYTES, kinds: Collection[str] | None = None) -> list[dict[str, Any]]:
+    """As ``first_objects``, of the last lines. ``kinds``: only lines of these kinds, and the very last line."""
+    try:
+        begin = max(0, path.stat().st_size - max_bytes)
+    except OSError:
+        return []
+    data = _read(path, begin, max_bytes)
+    lines = (data if begin == 0 else data[data.find(b"\n") + 1 :]).splitlines()
+    if kinds is not None:
+        marks = [f'"kind": "{kind}"'.encode() for kind in kinds]  # parsing all lines would take long
+        lines = [line for line in lines[:-1] if any(mark in line for mark in marks)] + lines[-1:]
+    return objects(lines)
+
+
+def _read(path: Path, begin: int, max_bytes: int) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            file.seek(begin, os.SEEK_SET)
+            return file.read(max_bytes)
+    except OSError:
+        return b""

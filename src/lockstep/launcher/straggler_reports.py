@@ -1,0 +1,109 @@
+"""StragglerReports: says during a run which worker the others wait for. Writes verdicts and stops to events.jsonl."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+
+from lockstep.recording.causes import Stop
+from lockstep.recording.records import StepRecord
+from lockstep.recording.stragglers import Straggler, StragglerWatch
+
+_LOOK_S = 0.25
+"""The least time between two looks. Each worker sends its records once a second, and not all at the same moment."""
+_MAX_LOAD = 0.003
+"""The part of a core that looks may use."""
+_MAX_RECORDS = 300
+"""Per second. Of more records, only those of steps whose number is divisible by a power of two are looked at."""
+_NUMBERS_S = 30.0
+"""The numbers of a verdict that stays are written again after this time, if they have changed."""
+_STOPS_S = 1.0
+"""A worker that is stopped often makes one event in this time."""
+
+
+class StragglerReports:
+    """Give it every record (``add``) and stop (``add_stop``), and call ``on_time`` often.
+
+    ``record(kind, **facts)`` writes a line of events.jsonl. ``show`` shows the sentence of a verdict; empty if it is over.
+    """
+
+    def __init__(self, record: Callable[..., None], show: Callable[[str], None]) -> None:
+        self._record, self._show = record, show
+        self._watch = StragglerWatch()
+        self._shown: Straggler | None = None
+        self._shown_at = 0.0
+        self._look_at = 0.0
+        self._stride = 1
+        self._records, self._counted_since = 0, float("inf")
+        self._is_new = False
+        self._newest_step = 0
+        self._stops: dict[int, Stop] = {}  # worker -> its stops that were not written yet
+        self._write_stops_at = 0.0
+
+    @property
+    def verdict(self) -> Straggler | None:
+        """What was said last; None if no worker is slower than the others."""
+        return self._shown
+
+    def add(self, record: StepRecord) -> None:
+        self._records += 1
+        if record.step % self._stride == 0:
+            self._watch.add(record)
+            self._is_new, self._newest_step = True, max(self._newest_step, record.step)
+
+    def add_stop(self, worker: int, seconds: float) -> None:
+        """A worker has continued after it was stopped by SIGSTOP."""
+        stop = Stop(worker, time.time(), seconds)
+        self._watch.add_stop(stop)
+        before = self._stops.get(worker)
+        if before is not None:
+            stop = replace(stop, seconds=before.seconds + seconds, times=before.times + 1)
+        self._stops[worker] = stop
+
+    def on_time(self, now: float) -> None:
+        if self._stops and now >= self._write_stops_at:
+            self._write_stops_at = now + _STOPS_S
+            self._write_stops()
+        if self._is_new and now >= self._look_at:
+            self._is_new = False
+            began = time.thread_time()
+            self._look(now)
+            self._look_at = now + max(_LOOK_S, (time.thread_time() - began) / _MAX_LOAD)
+        self._counted_since = min(self._counted_since, now)
+        if now - self._counted_since >= 2.0:
+            self._choose_stride(self._records / (now - self._counted_since))
+            self._records, self._counted_since = 0, now
+
+    def _look(self, now: float) -> None:
+        verdict, shown = self._watch.verdict(), self._shown
+        if verdict is None:
+            if shown is not None:
+                self._shown = None
+                self._record("verdict", sentence="", rank=shown.rank, worker=shown.worker, cause=shown.cause)
+                self._show("")
+            return
+        is_other = shown is None or (verdict.worker, verdict.cause) != (shown.worker, shown.cause)
+        if is_other or (now - self._shown_at >= _NUMBERS_S and _differs(verdict, shown)):
+            self._shown, self._shown_at = verdict, now
+            facts = {name: round(value, 6) if isinstance(value, float) else value for name, value in asdict(verdict).items()}
+            self._record("verdict", sentence=verdict.sentence(), step=self._newest_step, **facts)
+            if is_other:
+                self._show(f"{verdict.sentence()}.")
+
+    def _write_stops(self) -> None:
+        for worker, stop in self._stops.items():
+            facts = {"at": round(stop.at, 3), "seconds": round(stop.seconds, 4), "times": stop.times}
+            self._record("stopped", worker=worker, **facts)
+        self._stops.clear()
+
+    def _choose_stride(self, records_per_s: float) -> None:
+        """A step is looked at on all workers or on none."""
+        while records_per_s / self._stride > _MAX_RECORDS:
+            self._stride *= 2
+        while self._stride > 1 and records_per_s / self._stride < _MAX_RECORDS / 4:
+            self._stride //= 2
+
+
+def _differs(one: Straggler, other: Straggler | None) -> bool:
+    return other is None or abs(one.speedup - other.speedup) >= 0.02 or abs(one.share - other.share) >= 0.1

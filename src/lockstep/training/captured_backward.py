@@ -1,0 +1,78 @@
+"""BackwardWork: a captured function that computes a loss and calls backward(). Its recording leaves the gradients in memory of its
+own, from where the engine takes them as if a backward had just ended.
+
+Nothing in it depends on the workers: which buckets there are, and which lanes this worker has, is no part of the recording. So a
+change of workers needs no new one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lockstep.gradients.cuda_graph import CannotRecord, Results
+from lockstep.gradients.lane_engine import LaneEngine
+
+
+@dataclass
+class Recorded:
+    """What a function did while it was recorded."""
+
+    returned: Any
+    memory: Results
+    """Further tensors that each replay writes: the gradients."""
+    cleared: Sequence[int] = ()
+    """The parameters whose gradients it set to None."""
+    has_stepped: bool = False
+    """Whether it called an optimizer."""
+
+
+class BackwardWork:
+    """What a recording of forward and backward needs, and what a replay must do besides."""
+
+    refuses_everything = False
+
+    def __init__(self, engine: LaneEngine) -> None:
+        self._engine = engine
+
+    def is_now(self) -> bool:
+        """Whether the call belongs to a lane that waits for its backward. Otherwise the function runs as it is."""
+        return self._engine.awaits_backward and torch.is_grad_enabled()
+
+    def objection(self) -> str | None:
+        """Return why this call cannot be recorded, if that is known before."""
+        return None
+
+    def key(self) -> tuple[tuple[str, Hashable], ...]:
+        return ()
+
+    def call(self, function: Callable[[], Any]) -> Recorded:
+        """Call the function for a recording. ``memory`` are the gradients of the parameters."""
+        engine = self._engine
+        before = [param.grad for param in engine.params]
+        try:
+            for param in engine.params:
+                param.grad = None
+            with engine.hooks_off():
+                returned = function()
+            gradients = [param.grad for param in engine.params]
+        finally:
+            for param, grad in zip(engine.params, before, strict=True):
+                param.grad = grad
+        for name, gradient in zip(engine.param_names, gradients, strict=True):
+            if gradient is not None and gradient.layout is not torch.strided:
+                raise CannotRecord(f"the gradient of {name} is sparse")
+        if all(gradient is None for gradient in gradients):
+            raise CannotRecord("no parameter of the model received a gradient")
+        return Recorded(returned, list(gradients))
+
+    def before_replay(self, recorded: Recorded) -> None:
+        """The replay will write the gradients: keep what still lies there."""
+        self._engine.release(recorded.memory)
+
+    def after_replay(self, recorded: Recorded) -> None:
+        """Hand the gradients to the engine."""
+        self._engine.backward_was_replayed(recorded.memory)
