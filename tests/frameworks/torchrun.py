@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 import lockstep
 from tests.fork_server import ROOT
@@ -64,9 +65,15 @@ def patched(training: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def write_results(**trainings: Callable[[], Any]) -> None:
-    """In a worker: run the trainings that the script's arguments name, in that order, and leave their results for the test."""
+    """In a worker: run the trainings that the script's arguments name, in that order, and leave their results for the test.
+
+    torch's process group is ended before the interpreter is. Otherwise a thread of gloo that releases the last tensor of a gather
+    while Python ends aborts the process ("terminate called without an active exception"), with torch's own class as well.
+    """
     results = {name: trainings[name]() for name in sys.argv[1:]}
     Path(f"result-{os.environ['RANK']}.json").write_text(json.dumps(results))
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def read_results(folder: Path) -> list[dict[str, Any]]:
