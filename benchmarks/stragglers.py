@@ -14,7 +14,6 @@ from typing import Any
 
 from benchmarks.report import machine, write
 
-WITHIN = 20
 CLOSE = 0.03
 
 
@@ -42,7 +41,7 @@ def quiet(batches: dict[str, Any]) -> tuple[int, int]:
 
 def _row(name: str, cases: Sequence[Any]) -> str:
     right = sum(case["right"] for case in cases)
-    steps = sorted(case["within"] for case in cases if case["within"] is not None)
+    steps = sorted(case["live"] for case in cases if case["live"] is not None)
     span = f"{steps[len(steps) // 2]} ({steps[0]} to {steps[-1]})" if steps else "-"
     priced = [case for case in cases if case["said"] is not None and case["true"] is not None]
     close = sum(abs(case["said"] - case["true"]) <= CLOSE for case in priced)

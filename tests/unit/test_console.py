@@ -29,6 +29,8 @@ from lockstep.launcher.progress_bar import Shown, render
 from lockstep.launcher.progress_text import Pace, Progress, Trend, progress_text
 from lockstep.launcher.worker_messages import event_of, progress_of
 from lockstep.plan.membership_events import JoinRequested
+from lockstep.recording.causes import LINK
+from lockstep.recording.stragglers import Straggler
 
 FULL = Progress(145, 1, {"lr": 0.001, "loss": 0.53}, 8100.0, 3, 2, 4640, 344)
 
@@ -206,14 +208,15 @@ def test_every_line_is_narrower_than_the_terminal_at_any_width() -> None:
             screen = pyte.Screen(width, 24)
             pyte.ByteStream(screen).feed(render(shown, width, 24).replace(b"\n", b"\r\n"))
             lines = [line for line in screen.display if line.strip()]
-            assert len(lines) == (3 if shown.event else 1), (width, lines)  # none has wrapped
+            assert len(lines) == render(shown, width, 24).count(b"\n") + 1, (width, lines)  # no line is too long
+            assert len(lines) <= 5, (width, lines)
 
 
 def test_a_width_of_20_columns_shows_percentage_and_loss() -> None:
-    bar, values, event = drawn(Shown(FULL, "", 42.0, 12.0, "↓", "worker 1 died", 7.0), 20)
+    bar, values, *event = drawn(Shown(FULL, "", 42.0, 12.0, "↓", "worker 1 died: SIGKILL. 2 workers go on; a replacement", 7.0), 20)
     assert bar.endswith("42%")
     assert values == " loss 0.5300 ↓"
-    assert event == " 0:07 ago: worker …"
+    assert event == [" 0:07 ago: worker 1", " died: SIGKILL. 2", " workers go on; a …"]
 
 
 def test_a_low_terminal_keeps_a_line_free() -> None:
@@ -295,12 +298,30 @@ def test_the_last_event_stays_in_the_bar_until_a_verdict_takes_its_place(termina
     terminal.show_progress(FULL, now=0.0)
     assert rows(terminal)[0] == "lockstep: worker 1 died: SIGKILL."
     assert rows(terminal)[-1].endswith("ago: worker 1 died: SIGKILL.")
-    terminal.show_verdict("rank 2 is last in 94% of steps")
+    terminal.show_verdict("rank 2 is last in 94% of steps", True)
     terminal.redraw(1.0)
     assert rows(terminal)[-1] == " rank 2 is last in 94% of steps"
-    terminal.show_verdict("")
+    terminal.show_verdict("", False)
     terminal.redraw(2.0)
     assert rows(terminal)[-1].endswith("ago: worker 1 died: SIGKILL.")
+
+
+def test_the_numbers_of_a_verdict_change_in_place(terminal: Console) -> None:
+    terminal.show_progress(FULL, now=0.0)
+    for share in (94, 96):
+        terminal.show_verdict(f"rank 2 is last in {share}% of steps", share == 94)
+        terminal.redraw(share)
+    assert [row for row in rows(terminal) if "rank 2" in row] == [" rank 2 is last in 96% of steps"]
+
+
+def test_a_verdict_is_not_cut_on_a_terminal_of_80_columns(terminal: Console, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(console_module, "_size", lambda: (80, 24))
+    recorder(terminal).screen.resize(columns=80)
+    sentence = Straggler(2, 5, LINK, 0.94, 0.031, 0.11, 40).sentence()
+    terminal.show_progress(FULL, now=0.0)
+    terminal.show_verdict(sentence, True)
+    terminal.redraw(1.0)
+    assert " ".join(row.strip() for row in rows(terminal)[2:]) == sentence
 
 
 def test_the_status_before_the_first_step_goes_when_the_script_says_something(terminal: Console) -> None:
@@ -332,7 +353,8 @@ def test_a_plain_terminal_gets_whole_lines_alone(monkeypatch: pytest.MonkeyPatch
     console.show_status("starting 2 workers")
     console.write_output(1, b"50%")
     console.show_progress(FULL, now=0.0)
-    console.show_verdict("rank 2 is slow.")
+    console.show_verdict("rank 2 is slow.", True)
+    console.show_verdict("rank 2 is slower.", False)
     console.close()
     assert recorder(console).text().splitlines() == [
         "50%",

@@ -323,7 +323,9 @@ def test_sentences_are_those_of_the_docs() -> None:
 def test_reports_write_each_change_once_and_show_it() -> None:
     lines: list[tuple[str, dict[str, Any]]] = []
     shown: list[str] = []
-    reports = StragglerReports(lambda kind, **facts: lines.append((kind, facts)), shown.append)
+    reports = StragglerReports(
+        lambda kind, **facts: lines.append((kind, facts)), lambda text, is_new: shown.append(text) if is_new or not text else None
+    )
     run, now = MadeRun(3, seed=5), 0.0
     for late in (0, 9000, 0):
         for _ in range(80):
@@ -341,8 +343,23 @@ def test_reports_write_each_change_once_and_show_it() -> None:
     assert shown == [begin["sentence"] + ".", ""]
 
 
+def test_the_numbers_of_a_verdict_that_stays_are_written_less_and_less_often() -> None:
+    now, written = 0.0, list[tuple[float, int]]()
+    reports = StragglerReports(lambda kind, **facts: written.append((now, facts["rank"])), lambda text, is_new: None)
+    run = MadeRun(3, seed=5)
+    for step in range(2400):
+        for record in run.records(late_us={(2, DATA): 9000 + 30 * step}):  # it becomes worse and worse
+            reports.add(record)
+        now = 0.1 * step
+        reports.on_time(now)
+    assert {rank for _, rank in written} == {2}
+    gaps = [after - before for (before, _), (after, _) in pairwise(written)]
+    assert len(gaps) == 5
+    assert all(gap >= least for gap, least in zip(gaps, (5.0, 10.0, 20.0, 40.0, 80.0)))
+
+
 def test_reports_of_a_large_fast_run_look_at_few_steps() -> None:
-    reports = StragglerReports(lambda kind, **facts: None, lambda text: None)
+    reports = StragglerReports(lambda kind, **facts: None, lambda text, is_new: None)
     run, now = MadeRun(64), 0.0
     for _ in range(100):
         for record in run.records():

@@ -9,7 +9,7 @@ from lockstep.commands.plain_text import size_text
 from lockstep.recording.text import printable
 
 _SILENT_S = 5.0
-"""A worker that says nothing for so long is shown with that time. Workers speak once a second."""
+"""A worker that says nothing for so long is shown with that time. Workers speak twice a second."""
 
 
 def worker_rows(live: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:

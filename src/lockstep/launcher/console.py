@@ -78,12 +78,13 @@ class Console:
         """What the run does before its first step. Only on a terminal. ``is_brief``: until rank 0 writes something."""
         self._status, self._is_brief = text, is_brief
 
-    def show_verdict(self, sentence: str) -> None:
-        """Show which worker is slow, in place of the last event. Empty: none is any more. Elsewhere than on a terminal: a line."""
-        if sentence == self._verdict:
-            return
+    def show_verdict(self, sentence: str, is_new: bool) -> None:
+        """Show which worker is slow, in place of the last event; an empty sentence: no worker is slow any more.
+
+        Elsewhere than on a terminal: a line if it is new, and none if only its numbers have changed.
+        """
         self._verdict = sentence
-        if sentence and not self._draws:
+        if sentence and is_new and not self._draws:
             self.say(sentence)
 
     def show_exception(self, failure: Failure, *, with_traceback: bool) -> None:

@@ -1,6 +1,6 @@
 """Observation: what the agent knows of the steps of its workers. It writes their records, and answers what happens now.
 
-Workers send what they have recorded once a second, as packets {"type": "steps", "records": [...], "now": {...}, "sent": ...}.
+Workers send what they have recorded twice a second, as packets {"type": "steps", "records": [...], "now": {...}, "sent": ...}.
 They may be on other machines. A packet that makes no sense is left out.
 """
 

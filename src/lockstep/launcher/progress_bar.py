@@ -24,6 +24,8 @@ from lockstep.launcher.progress_text import Progress, loss_first, percent
 from lockstep.recording.text import clock, plural, printable, steady_number
 
 _MIN_BAR, _MAX_BAR = 5, 50
+_EVENT_LINES = 3
+"""A sentence is not cut on a terminal of 80 columns."""
 _GAP = "  "
 _TREND_STYLES = {"↓": "green", "↑": "yellow"}
 """Of a loss: of other values nobody knows which direction is good."""
@@ -60,7 +62,7 @@ def render(shown: Shown, width: int, height: int) -> bytes:
         lines.append([_values_line(shown, shown.progress, room)])
     if shown.event:
         age = "" if shown.event_age_s is None else f"{clock(shown.event_age_s)} ago: "
-        lines.append([_cut(Text(age + printable(shown.event), style="dim"), room)])
+        lines += [[line] for line in _wrap(Text(age + printable(shown.event), style="dim"), console, room)]
     for line in lines[: max(1, height - 1)]:
         console.print(" ", end="")
         for part in line:
@@ -112,6 +114,15 @@ def _fit(parts: list[tuple[str, str]], room: int) -> Text:
             break
         found = Text.assemble(found, _GAP, (part, style))
     return _cut(found, room)
+
+
+def _wrap(text: Text, console: Console, room: int) -> list[Text]:
+    lines = list(text.wrap(console, room))
+    for line in lines:
+        line.rstrip()
+    if len(lines) > _EVENT_LINES:
+        lines[_EVENT_LINES - 1 :] = [_cut(Text(" ").join(lines[_EVENT_LINES - 1 :]), room)]
+    return lines
 
 
 def _cut(text: Text, room: int) -> Text:

@@ -1,4 +1,8 @@
-"""StragglerReports: says during a run which worker the others wait for. Writes verdicts and stops to events.jsonl."""
+"""StragglerReports: says during a run which worker the others wait for. Writes verdicts and stops to events.jsonl.
+
+A verdict is written when it begins, when its cause changes and when it ends. While it stays, its numbers are shown as they change,
+and written again after 5, 10, 20, ... seconds: a straggler that stays for weeks does not fill the disk.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +15,13 @@ from lockstep.recording.records import StepRecord
 from lockstep.recording.stragglers import Straggler, StragglerWatch
 
 _LOOK_S = 0.25
-"""The least time between two looks. Each worker sends its records once a second, and not all at the same moment."""
+"""The least time between two looks, besides ``_MAX_LOAD``."""
 _MAX_LOAD = 0.003
 """The part of a core that looks may use."""
 _MAX_RECORDS = 300
 """Per second. Of more records, only those of steps whose number is divisible by a power of two are looked at."""
-_NUMBERS_S = 30.0
-"""The numbers of a verdict that stays are written again after this time, if they have changed."""
+_FIRST_NUMBERS_S, _LAST_NUMBERS_S = 5.0, 600.0
+"""The numbers of a verdict that stays are written again after these times, if they have changed."""
 _STOPS_S = 1.0
 """A worker that is stopped often makes one event in this time."""
 
@@ -25,32 +29,33 @@ _STOPS_S = 1.0
 class StragglerReports:
     """Give it every record (``add``) and stop (``add_stop``), and call ``on_time`` often.
 
-    ``record(kind, **facts)`` writes a line of events.jsonl. ``show`` shows the sentence of a verdict; empty if it is over.
+    ``record(kind, **facts)`` writes a line of events.jsonl. ``show(sentence, is_new)`` shows the sentence of a verdict, an empty
+    one if it is over. It is called after every look; ``is_new``: the verdict names another worker or cause than the last one.
     """
 
-    def __init__(self, record: Callable[..., None], show: Callable[[str], None]) -> None:
+    def __init__(self, record: Callable[..., None], show: Callable[[str, bool], None]) -> None:
         self._record, self._show = record, show
         self._watch = StragglerWatch()
-        self._shown: Straggler | None = None
-        self._shown_at = 0.0
+        self._verdict: Straggler | None = None
+        self._written: Straggler | None = None  # the numbers that were written last
+        self._write_at, self._write_again_s = 0.0, _FIRST_NUMBERS_S
         self._look_at = 0.0
         self._stride = 1
         self._records, self._counted_since = 0, float("inf")
-        self._is_new = False
         self._newest_step = 0
         self._stops: dict[int, Stop] = {}  # worker -> its stops that were not written yet
         self._write_stops_at = 0.0
 
     @property
     def verdict(self) -> Straggler | None:
-        """What was said last; None if no worker is slower than the others."""
-        return self._shown
+        """What the last look has found; None if no worker is slower than the others."""
+        return self._verdict
 
     def add(self, record: StepRecord) -> None:
         self._records += 1
         if record.step % self._stride == 0:
             self._watch.add(record)
-            self._is_new, self._newest_step = True, max(self._newest_step, record.step)
+            self._newest_step = max(self._newest_step, record.step)
 
     def add_stop(self, worker: int, seconds: float) -> None:
         """A worker has continued after it was stopped by SIGSTOP."""
@@ -65,8 +70,7 @@ class StragglerReports:
         if self._stops and now >= self._write_stops_at:
             self._write_stops_at = now + _STOPS_S
             self._write_stops()
-        if self._is_new and now >= self._look_at:
-            self._is_new = False
+        if self._watch.has_new_steps and now >= self._look_at:
             began = time.thread_time()
             self._look(now)
             self._look_at = now + max(_LOOK_S, (time.thread_time() - began) / _MAX_LOAD)
@@ -76,20 +80,25 @@ class StragglerReports:
             self._records, self._counted_since = 0, now
 
     def _look(self, now: float) -> None:
-        verdict, shown = self._watch.verdict(), self._shown
+        verdict, before = self._watch.verdict(), self._verdict
+        self._verdict = verdict
         if verdict is None:
-            if shown is not None:
-                self._shown = None
-                self._record("verdict", sentence="", rank=shown.rank, worker=shown.worker, cause=shown.cause)
-                self._show("")
+            if before is not None:
+                self._record("verdict", sentence="", rank=before.rank, worker=before.worker, cause=before.cause)
+                self._show("", False)
             return
-        is_other = shown is None or (verdict.worker, verdict.cause) != (shown.worker, shown.cause)
-        if is_other or (now - self._shown_at >= _NUMBERS_S and _differs(verdict, shown)):
-            self._shown, self._shown_at = verdict, now
-            facts = {name: round(value, 6) if isinstance(value, float) else value for name, value in asdict(verdict).items()}
-            self._record("verdict", sentence=verdict.sentence(), step=self._newest_step, **facts)
-            if is_other:
-                self._show(f"{verdict.sentence()}.")
+        is_new = before is None or (verdict.worker, verdict.cause) != (before.worker, before.cause)
+        if is_new:
+            self._write(verdict, now + _FIRST_NUMBERS_S, _FIRST_NUMBERS_S)
+        elif now >= self._write_at and _differs(verdict, self._written):
+            again_s = min(_LAST_NUMBERS_S, 2 * self._write_again_s)
+            self._write(verdict, now + again_s, again_s)
+        self._show(f"{verdict.sentence()}.", is_new)
+
+    def _write(self, verdict: Straggler, again_at: float, again_s: float) -> None:
+        self._written, self._write_at, self._write_again_s = verdict, again_at, again_s
+        facts = {name: round(value, 6) if isinstance(value, float) else value for name, value in asdict(verdict).items()}
+        self._record("verdict", sentence=verdict.sentence(), step=self._newest_step, **facts)
 
     def _write_stops(self) -> None:
         for worker, stop in self._stops.items():

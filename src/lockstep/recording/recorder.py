@@ -1,10 +1,12 @@
 """Recorder: notes on a worker how its steps pass, and sends the records to the agent. Costs a few microseconds per step.
 
 The main thread calls ``enter`` when a phase begins, and ``end_step`` when a step is over. What it notes goes into a ring in memory:
-the oldest records are lost if the agent does not take them. A thread makes records of it once a second, and sends them.
+the oldest records are lost if the agent does not take them. A thread makes records of it twice a second, and sends them.
 
     main thread   enter(DATA) .. enter(FORWARD) .. enter(BACKWARD) .. enter(EXCHANGE) .. end_step       notes: a tuple per phase
-    thread                                                             every second: records -> packet -> agent
+    thread                                                        every half second: records -> packet -> agent
+
+All workers of a machine do this at the same moments. So it delays them together, and once, instead of one after the other.
 
 If steps are short, only each second, fourth, eighth, ... step is recorded: at most about 20 in a second, or less of more than 100
 workers.
@@ -25,7 +27,7 @@ from typing import NamedTuple
 
 from lockstep.recording.records import BETWEEN, DATA, OUTSIDE, OWN_WORK, UNKNOWN, BucketTimes, Metrics, Span, StepRecord
 
-_FLUSH_S = 1.0
+_FLUSH_S = 0.5
 _MIN_PERIOD_NS = 50_000_000
 """Between two recorded steps, if the steps are short."""
 _PERIOD_PER_WORKER_NS = 500_000
@@ -62,7 +64,7 @@ class RecorderCallbacks:
     gpu_percent: Callable[[], int] = lambda: -1
     """Returns the utilisation of this worker's GPU, or -1. It may hang. Called in the recorder's thread."""
     gpu_memory_bytes: Callable[[], int] = lambda: 0
-    """Returns how much memory of its GPU this worker uses. Called in the main thread, at the end of a step, once a second."""
+    """Returns how much memory of its GPU this worker uses. Called in the main thread, at the end of a step, twice a second."""
     notify: Callable[[str], None] = lambda text: None
     """Shows a sentence to the user."""
     link_us: Callable[[], int] = lambda: 0
@@ -342,7 +344,7 @@ class Recorder:
 
     def _run(self) -> None:
         assert self._callbacks is not None
-        while not self._closed.wait(_FLUSH_S):
+        while not self._closed.wait(_FLUSH_S - time.monotonic() % _FLUSH_S):
             if not self.enabled:
                 continue
             try:

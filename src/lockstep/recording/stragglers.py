@@ -113,6 +113,11 @@ class StragglerWatch:
         """A worker was stopped, and has continued."""
         self._stops.append(stop)
 
+    @property
+    def has_new_steps(self) -> bool:
+        """Whether a step was completed since the last look."""
+        return self._new > 0
+
     def verdict(self) -> Straggler | None:
         """Return what holds now. It stays the same, but for its numbers, until there is evidence of something else."""
         if self._new:
