@@ -14,7 +14,7 @@ _underway: set[Ending] = set()
 
 
 class Ending:
-    """A thread that ends the communicator calls ``begin`` before and ``finish`` afterwards. Several threads may, and each has a limit."""
+    """A thread that ends the communicator calls ``begin`` before and ``finish`` afterwards. Each thread has its limit."""
 
     def __init__(self) -> None:
         self._ended = threading.Event()
