@@ -59,8 +59,9 @@ def _name(size: int, backend: str) -> str:
 
 def not_asked_for(options: argparse.Namespace) -> list[tuple[str, str]]:
     """What the command would have measured without its options, and which option left it out."""
-    ranks = [(_name(size, options.backend), f"--ranks {_joined(options.ranks)}") for size in RANKS if size not in options.ranks]
-    return ranks + [(case, f"--cases {_joined(options.cases)}") for case in CASES if case not in options.cases]
+    no_ranks, no_case = f"left out by --ranks {_joined(options.ranks)}", f"left out by --cases {_joined(options.cases)}"
+    ranks = [(_name(size, options.backend), no_ranks) for size in RANKS if size not in options.ranks]
+    return ranks + [(case, no_case) for case in CASES if case not in options.cases]
 
 
 def command(options: argparse.Namespace) -> str:

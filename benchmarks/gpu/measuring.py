@@ -121,10 +121,10 @@ class PeakMemory:
 
 
 def _finish_collectives(site: Site) -> None:
-    """Let torch's group release the tensors of earlier collectives, so that they do not count as memory that lives already.
+    """Let torch's NCCL group release the tensors of earlier collectives: they are not memory that lives already.
 
-    It keeps those that nobody has waited for on the host, as torch DDP does not, until a later collective; and a thread of it must
-    have seen before that they are complete. Bare loops have no collective.
+    It keeps tensors of works that nobody has waited for, as those of torch DDP, until a thread of it has seen that they are complete
+    and another collective begins. Bare loops have no collective.
     """
     for _ in range(FINISHING):
         torch.cuda.synchronize()

@@ -160,7 +160,10 @@ def test_the_command_of_a_result_is_the_one_that_was_typed() -> None:
 
 def test_what_an_option_leaves_out_is_missing_from_the_results() -> None:
     options = parse(["--cpu-check", "--ranks", "1", "--cases", "gpt-large,gpt-small,narrow"])
-    assert not_asked_for(options) == [("2 ranks over nccl", "--ranks 1"), ("cnn", "--cases gpt-large,gpt-small,narrow")]
+    assert not_asked_for(options) == [
+        ("2 ranks over nccl", "left out by --ranks 1"),
+        ("cnn", "left out by --cases gpt-large,gpt-small,narrow"),
+    ]
     assert not_asked_for(parse(["--cpu-check", "--ranks", "1,2,8"])) == []
 
 
