@@ -123,8 +123,8 @@ class PeakMemory:
 def _finish_collectives(site: Site) -> None:
     """Let torch's NCCL group release the tensors of earlier collectives: they are not memory that lives already.
 
-    It keeps tensors of works that nobody has waited for, as those of torch DDP, until a thread of it has seen that they are complete
-    and another collective begins. Bare loops have no collective.
+    It keeps tensors of works that nobody has waited for, as those of torch DDP, until a thread of it has seen that they are
+    complete and another collective begins. Bare loops have no collective.
     """
     for _ in range(FINISHING):
         torch.cuda.synchronize()
