@@ -81,4 +81,5 @@ def ratio(row: Row, variant: str, base: str) -> float | None:
 def summary(found: Sequence[Goal]) -> str:
     """One sentence."""
     met, missed = (sum(goal.is_met is value for goal in found) for value in (True, False))
-    return f"{met} of {len(found)} goals are met, {missed} are missed, {len(found) - met - missed} could not be measured."
+    left = len(found) - met - missed
+    return f"Of the {len(found)} goals for what was run, {met} are met, {missed} are missed, {left} could not be measured."

@@ -18,6 +18,7 @@ LEAST_STEPS, MOST_STEPS = 2, 40  # in a turn
 LEAST_ROUNDS, MOST_ROUNDS = 3, 25
 WARM_UP = 8  # steps: torch DDP rebuilds its buckets, Lockstep learns its order, convolutions are tuned, steps are captured
 MEMORY_STEPS = 3
+FINISHING, FINISHING_S = 3, 0.15  # so many collectives, each after such a pause, before memory is looked at
 
 
 def steps_of_turn(step_s: float) -> int:
@@ -101,7 +102,7 @@ class PeakMemory:
         self._is_cuda = site.is_cuda
         if self._is_cuda:
             gc.collect()
-            torch.cuda.synchronize()
+            _finish_collectives(site)
             torch.cuda.empty_cache()
             self._allocated, self._unused = torch.cuda.memory_allocated(), _unused_in_graph_pools()
 
@@ -117,6 +118,19 @@ class PeakMemory:
         torch.cuda.synchronize()
         grown = torch.cuda.max_memory_allocated() - self._allocated
         return (grown + _unused_in_graph_pools() - self._unused) / 2**20
+
+
+def _finish_collectives(site: Site) -> None:
+    """Let torch's NCCL group release the tensors of earlier collectives: they are not memory that lives already.
+
+    It keeps tensors of works that nobody has waited for, as those of torch DDP, until a thread of it has seen that they are
+    complete and another collective begins. Bare loops have no collective.
+    """
+    for _ in range(FINISHING):
+        torch.cuda.synchronize()
+        time.sleep(FINISHING_S)  # that thread looks ten times a second
+        dist.all_reduce(torch.zeros(1, device=site.device))
+    torch.cuda.synchronize()
 
 
 def _unused_in_graph_pools() -> int:

@@ -3,6 +3,9 @@
 Some ask for deterministic kernels: ``lockstep.Run`` does so by default, since its result has the same bits on any number of
 workers. They are compared with a bare loop and with torch DDP under the same kernels. Bare loops average nothing: they are the
 floor. All batches are on the device before the measurement. A ``Run`` gets them through its own loader, the others from a list.
+
+No agent starts the ranks, so a ``Run`` does not recover. Under `lockstep run` the host waits in each step until the averages are in
+the memory of the GPU: the variants called "confirmed" do that too.
 """
 
 from __future__ import annotations
@@ -10,8 +13,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +25,7 @@ from torch.utils.data import Dataset
 
 import lockstep
 from benchmarks.gpu.models import BATCHES, Batch, Case
+from lockstep.errors import PeerError
 
 STEPS_PER_EPOCH = 1000
 CAPTURED_AT = 7
@@ -68,6 +73,8 @@ class Variant:
     is_captured: bool = False
     averages: bool = True
     """Whether gradients are averaged over the ranks. A bare loop does not."""
+    confirms: bool = False
+    """Whether each step waits as a run that recovers does. Without other ranks none does."""
 
     def why_not(self, site: Site) -> str | None:
         """Why this variant cannot be measured here, or None."""
@@ -182,10 +189,24 @@ def _shard(run: Any, case: Case, site: Site) -> Any:
     return closing(iter(loop))
 
 
-def _run(case: Case, site: Site) -> Iterator[None]:
+def _confirm_steps(run: Any) -> None:
+    """Let each step wait as under `lockstep run`: for the averages in the memory of the GPU, then for all ranks to say so.
+
+    Nobody recovers here. A lost rank ends the benchmark.
+    """
+
+    def lost(error: PeerError) -> None:
+        raise error
+
+    run._engine._callbacks = replace(run._engine._callbacks, on_peer_lost=lost)
+
+
+def _run(case: Case, site: Site, *, confirms: bool = False) -> Iterator[None]:
     model = _model(case, site)
     opt = case.optimizer(model, False)
     run = lockstep.Run(model, opt, lanes=site.size)
+    if confirms:
+        _confirm_steps(run)
     with closing(run), _shard(run, case, site) as batches:
         for batch in batches:
             with site.autocast():
@@ -196,10 +217,12 @@ def _run(case: Case, site: Site) -> Iterator[None]:
             yield
 
 
-def _run_captured(case: Case, site: Site) -> Iterator[None]:
+def _run_captured(case: Case, site: Site, *, confirms: bool = False) -> Iterator[None]:
     model = _model(case, site)
     opt = case.optimizer(model, False)
     run: Any = lockstep.Run(model, opt, lanes=site.size)
+    if confirms:
+        _confirm_steps(run)
 
     @run.capture  # type: ignore[untyped-decorator]
     def forward_backward(*batch: Tensor) -> Tensor:
@@ -240,9 +263,17 @@ VARIANTS = [
     Variant("torch DDP, deterministic", Kernels.DETERMINISTIC, TORCH),
     Variant("Lockstep Run", Kernels.DETERMINISTIC, _run, is_ours=True),
     Variant("Lockstep Run captured", Kernels.DETERMINISTIC, _run_captured, is_ours=True, is_captured=True),
+    Variant("Lockstep Run, confirmed", Kernels.DETERMINISTIC, partial(_run, confirms=True), is_ours=True, confirms=True),
+    Variant(
+        *("Lockstep Run captured, confirmed", Kernels.DETERMINISTIC, partial(_run_captured, confirms=True)),
+        *(True, True),
+        confirms=True,
+    ),
 ]
 
 
 def variants_for(size: int) -> list[Variant]:
     """What is measured with so many ranks. A captured step without averages is the floor of one rank only."""
-    return [variant for variant in VARIANTS if size == 1 or not (variant.is_captured and not variant.averages)]
+    if size == 1:
+        return [variant for variant in VARIANTS if not variant.confirms]
+    return [variant for variant in VARIANTS if variant.averages or not variant.is_captured]

@@ -114,8 +114,6 @@ class AgentEndpoint:
     """The folder in which to record which samples were committed; empty: do not record."""
     is_debugged: bool = False
     """Whether a person may stop a worker in a debugger: `lockstep run --debug-rank`."""
-    local_size: int = 0
-    """How many workers this machine starts, if the run may have other machines; else 0."""
     machine: str = ""
     """Names the machine. Workers with equal names share memory. Empty: ``machine_name()``."""
     records: bool = True
@@ -135,7 +133,6 @@ def agent_endpoint(environ: Mapping[str, str] | None = None) -> AgentEndpoint | 
         int(env.get("LOCKSTEP_START_SIZE", 0)),
         env.get("LOCKSTEP_LEDGER", ""),
         "LOCKSTEP_DEBUG_RANK" in env,
-        int(env.get("LOCKSTEP_LOCAL_SIZE", 0)) if "LOCKSTEP_ADDRESS" in env else 0,
         env.get("LOCKSTEP_MACHINE", ""),
         recording_requested(env),
     )

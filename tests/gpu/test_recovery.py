@@ -51,6 +51,12 @@ class RecoveryOverNccl(unittest.TestCase):
     def test_a_kernel_that_does_something_illegal_on_every_worker_ends_the_run(self) -> None:
         recovery_cases.require_end(Path(self.folder.name, "everywhere"), cpu=False)
 
+    def test_a_dead_generation_leaves_no_memory_in_the_survivors(self) -> None:
+        """NCCL's memory is none of torch's tensors, so the memory of the whole GPU is compared, while the run goes on."""
+        used = recovery_cases.memory_after_recoveries(Path(self.folder.name, "memory"), 2, 6, cpu=False)
+        print(f"MB used after each recovery: {[each >> 20 for each in used]}", end=" ", flush=True)
+        self.assertLessEqual(used[-1] - used[0], chaos_gpu.LEFT_MB << 20)
+
     def test_zzz_nothing_is_left_on_the_gpu(self) -> None:
         """Whatever ran before: the name of this test makes it one of the last."""
         self.assertLessEqual(chaos_gpu.memory_left(self.before_mb), chaos_gpu.LEFT_MB)

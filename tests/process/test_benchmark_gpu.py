@@ -47,3 +47,12 @@ def test_a_lone_rank_goes_on_without_a_variant_that_raises() -> None:
     variants = found.rows["narrow"]["variants"]
     assert variants["torch DDP"]["error"] == "RuntimeError: a planted failure"
     assert variants["bare"]["ms"] > 0
+
+
+@pytest.mark.slow
+def test_a_step_can_be_measured_with_the_waits_of_a_run_that_recovers() -> None:
+    names = ["Lockstep Run, confirmed", "Lockstep Run captured, confirmed"]
+    found = measure(Configuration(2, "cpu", "gloo", ["narrow"], names), 0, time.time() + 60)
+    variants = found.rows["narrow"]["variants"]
+    assert list(variants) == names
+    assert all(each.get("ms", 0) > 0 for each in variants.values()), variants

@@ -43,6 +43,10 @@ def test_an_error_on_every_worker_ends_the_run(tmp_path: Path) -> None:
     recovery_cases.require_end(tmp_path / "run", cpu=True)
 
 
+def test_memory_is_compared_after_each_recovery(tmp_path: Path) -> None:
+    assert recovery_cases.memory_after_recoveries(tmp_path / "run", 2, 2, cpu=True) == [0, 0], "there is no GPU"
+
+
 def test_a_schedule_follows_from_its_seed() -> None:
     assert chaos_gpu.draw(7) == chaos_gpu.draw(7)
     drawn = [chaos_gpu.draw(seed) for seed in range(100)]

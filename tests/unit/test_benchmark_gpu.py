@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
+import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from benchmarks import spares
 from benchmarks.figures import Result
 from benchmarks.gpu import measuring, tables
+from benchmarks.gpu.__main__ import command, not_asked_for, parse
 from benchmarks.gpu.goals import Goal, goals, summary
 from benchmarks.gpu.models import CNN, GPU_CASES, TINY_CASES
 from benchmarks.gpu.variants import VARIANTS, variants_for
@@ -120,6 +125,55 @@ def test_peak_memory_may_be_that_of_torch_ddp() -> None:
     assert verdict(row(ddp=12), what) is False
 
 
+def test_memory_that_the_group_of_torch_keeps_until_its_next_collectives_is_not_that_of_a_variant(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    allocated, mb = [485, 1000], 2**20  # what an earlier variant has left, and what lives
+    fakes: dict[str, Callable[[], Any]] = {
+        "memory_allocated": lambda: sum(allocated) * mb,
+        "max_memory_allocated": lambda: sum(allocated) * mb,
+        "memory_snapshot": list,
+        **dict.fromkeys(("synchronize", "empty_cache", "reset_peak_memory_stats"), lambda: None),
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    seen = iter([False, True])  # by the thread of the group
+
+    def all_reduce(tensor: torch.Tensor) -> None:
+        if next(seen, False):
+            allocated[0] = 0
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    memory = measuring.PeakMemory(types.SimpleNamespace(is_cuda=True, device=torch.device("cpu")))  # type: ignore[arg-type]
+    allocated.append(582)
+    assert memory.measure(iter([None] * 3)) == 582
+
+
+def test_the_command_of_a_result_is_the_one_that_was_typed() -> None:
+    for text in (
+        "python -m benchmarks.gpu --cpu-check --ranks 1 --seconds 90",
+        "python -m benchmarks.gpu --cpu-check --ranks 1,8 --cases gpt-large,cnn --backend gloo --name other --seconds 600",
+        "python -m benchmarks.gpu --cpu-check --variants 'bare;torch DDP, deterministic' --seconds 230",
+    ):
+        assert command(parse(shlex.split(text)[3:])) == text
+
+
+def test_what_an_option_leaves_out_is_missing_from_the_results() -> None:
+    options = parse(["--cpu-check", "--ranks", "1", "--cases", "gpt-large,gpt-small,narrow"])
+    assert not_asked_for(options) == [
+        ("2 ranks over nccl", "left out by --ranks 1"),
+        ("cnn", "left out by --cases gpt-large,gpt-small,narrow"),
+    ]
+    assert not_asked_for(parse(["--cpu-check", "--ranks", "1,2,8"])) == []
+
+
+def test_a_step_is_measured_as_under_lockstep_run_if_there_are_other_ranks() -> None:
+    confirmed = {variant.name for variant in VARIANTS if variant.confirms}
+    assert confirmed == {"Lockstep Run, confirmed", "Lockstep Run captured, confirmed"}
+    assert confirmed <= {variant.name for variant in variants_for(2)}
+    assert not confirmed & {variant.name for variant in variants_for(1)}
+
+
 def test_a_figure_that_is_missing_makes_a_goal_neither_met_nor_missed() -> None:
     found = row()
     found["variants"]["Lockstep Run captured"] = {"skipped": "this Lockstep has no run.capture"}
@@ -172,8 +226,6 @@ def test_tiny_cases_stand_for_the_real_ones_and_names_are_unique() -> None:
 
 
 def test_the_cnn_has_the_size_of_resnet_50() -> None:
-    import torch
-
     with torch.device("meta"):
         model = CNN((3, 4, 6, 3), 64, 1000)
     assert 25e6 < sum(param.numel() for param in model.parameters()) < 26e6

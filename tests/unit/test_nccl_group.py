@@ -56,10 +56,14 @@ class Work:
 
 
 class Backend:
-    """``fails`` is raised by every call. ``hangs``: every call blocks until ``abort``, and then raises."""
+    """``fails`` is raised by every call. ``hangs``: every call blocks until ``abort``, and then raises; ``shutdown_hangs``: so does
+    a shutdown.
+    """
 
-    def __init__(self, fails: Exception | None = None, *, hangs: bool = False, abort_takes_s: float = 0.0) -> None:
-        self.fails, self.hangs, self._abort_takes_s = fails, hangs, abort_takes_s
+    def __init__(
+        self, fails: Exception | None = None, *, hangs: bool = False, shutdown_hangs: bool = False, abort_takes_s: float = 0.0
+    ) -> None:
+        self.fails, self.hangs, self._shutdown_hangs, self._abort_takes_s = fails, hangs, shutdown_hangs, abort_takes_s
         self.calls: list[str] = []
         self.aborted, self.shut_down, self.inside = threading.Event(), threading.Event(), threading.Event()
         self.works: list[Work] = []
@@ -86,6 +90,9 @@ class Backend:
 
     def shutdown(self) -> None:
         self.shut_down.set()
+        if self._shutdown_hangs:
+            assert self.aborted.wait(10)
+            raise RuntimeError("NCCL Error 6: remote process exited or there was a network error")
 
 
 @pytest.fixture(autouse=True)
@@ -304,6 +311,69 @@ def test_an_end_that_hangs_is_left_alone(healths: Callable[..., PeerHealth], mon
     began = time.monotonic()
     group.close()
     assert time.monotonic() - began < 1.0
+    assert backend.aborted.wait(5)
+
+
+def test_a_shutdown_that_hangs_is_ended_by_an_abort(healths: Callable[..., PeerHealth], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl_group, "SHUTDOWN_S", 0.1)
+    backend = Backend(shutdown_hangs=True)
+    group = ready(healths(), backend)
+    began = time.monotonic()
+    group.close()
+    assert backend.shut_down.is_set()
+    assert backend.aborted.is_set()
+    assert time.monotonic() - began < 2
+
+
+def test_a_shutdown_is_ended_by_an_abort_when_the_comm_fails(healths: Callable[..., PeerHealth]) -> None:
+    health, backend = healths(), Backend(shutdown_hangs=True)
+    group = ready(health, backend)
+    health.close()  # it tells nobody of a failure any more
+    threading.Thread(target=lambda: backend.shut_down.wait(5) and health.fail(PeerError("worker 1 died"))).start()
+    began = time.monotonic()
+    group.close()
+    assert backend.aborted.is_set()
+    assert time.monotonic() - began < nccl_group.SHUTDOWN_S / 2
+
+
+def test_a_communicator_is_shut_down_when_the_device_has_ended_its_operations(healths: Callable[..., PeerHealth]) -> None:
+    health, backend = healths(), Backend()
+    group = ready(health, backend)
+    group.issue("allreduce", (), health.begin("bucket 3"), "bucket 3").wait()
+    closing = threading.Thread(target=group.close)
+    closing.start()
+    assert not backend.shut_down.wait(0.2)
+    backend.works[-1].is_done = True
+    closing.join(5)
+    assert backend.shut_down.is_set()
+    assert not backend.aborted.is_set()
+
+
+def test_operations_that_never_end_are_aborted_at_the_close_and_named(
+    healths: Callable[..., PeerHealth], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(nccl_group, "END_S", 0.2)
+    health, backend = healths(), Backend()
+    group = ready(health, backend)
+    group.issue("allreduce", (), health.begin("bucket 3 of step 41"), "bucket 3 of step 41").wait()
+    group.close()
+    assert backend.aborted.is_set()
+    assert not backend.shut_down.is_set()
+    assert "bucket 3 of step 41" in caplog.text
+
+
+def test_an_end_that_has_taken_too_long_is_not_waited_for_again(
+    healths: Callable[..., PeerHealth], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nccl_group, "END_S", 0.4)
+    health, backend = healths(), Backend(abort_takes_s=2.0)
+    group = ready(health, backend)
+    health.fail(PeerError("worker 1 died"))
+    group.close()
+    began = time.monotonic()
+    ready(healths(), Backend())
+    ready(healths(), Backend())
+    assert time.monotonic() - began < 0.3
     assert backend.aborted.wait(5)
 
 

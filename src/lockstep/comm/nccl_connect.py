@@ -6,8 +6,8 @@ torch watches each of its NCCL groups with two threads. After an error of NCCL t
 other NCCL group of the process, or end the process: a run that recovers cannot use them. A group that was built for blocking waits
 has neither thread. We never call its blocking wait: ``Work.block_current_stream`` makes a stream wait, as in any other group.
 
-torch 2.14 can change the ranks of a group that exists (``enable_reconfigure``). ``build_nccl`` would do that with the group of the
-generation before, which saves NCCL's set-up (0.06 s of a recovery). It does not yet: no torch that has it could be tried on a GPU.
+torch 2.14 can change the ranks of a group that exists (``enable_reconfigure``). ``build_nccl`` could do that with the group of the
+generation before, which would save NCCL's set-up. It does not: no torch that has it could be tried.
 
 Note: connected at once
 -----------------------

@@ -5,8 +5,11 @@
     ended        it was aborted because the comm failed, or shut down
 
 A call of NCCL may block the host for as long as another rank does not answer, and only an abort from another thread ends it. So a
-thread of its own aborts (``end``), and nobody waits for it without a limit. A thread that builds a communicator with a rank that is
-dead cannot be ended at all: it is left alone, and ends what it has built if it ever returns.
+thread of its own aborts (``_end``), and nobody waits for it without a limit. A thread that builds a communicator with a rank that
+is dead cannot be ended at all: it is left alone, and ends what it has built if it ever returns.
+
+A shutdown may block too, if another rank dies just then. So it begins when the device has ended all operations: nothing is left to
+wait for another rank. If it takes too long nevertheless, or if the comm fails meanwhile, the communicator is aborted.
 
 Every failure of a call, of a wait or of the device becomes the error of the comm (``PeerHealth.explain``). An operation that was
 aborted looks complete on the device; ``await_device`` says how that is told from one that is.
@@ -14,6 +17,7 @@ aborted looks complete on the device; ``await_device`` says how that is told fro
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -27,13 +31,18 @@ from torch import Tensor
 
 from lockstep.comm.fold_nccl import fold_on_stream
 from lockstep.comm.nccl_connect import warm_up
+from lockstep.comm.nccl_ending import Ending, await_endings
 from lockstep.comm.peer_health import PeerHealth
 from lockstep.comm.torch_pending import CudaPending, IssuedWork, StreamWork
 from lockstep.errors import PeerError, UsageError
 from lockstep.plan.tree import Fold
 
+_log = logging.getLogger("lockstep")
 END_S = 10.0
-"""How long the end of a communicator may take. Then it is left alone, with its memory."""
+"""How long an abort may take: then the communicator is left alone, with its memory. Also how long ``close`` waits for the device to
+complete one more operation."""
+SHUTDOWN_S = 3.0
+"""How long a shutdown may take. Then the communicator is aborted."""
 CONNECT_S = 60.0
 """How long ranks may take to connect while gloo serves them. An operation that needs the connection has its own timeout."""
 _CALL_S = 0.2
@@ -41,8 +50,6 @@ _CALL_S = 0.2
 _KEPT = 32
 _fold_streams: dict[torch.device, torch.cuda.Stream] = {}
 """One for all communicators of a device, one after the other: torch keeps free memory for each stream."""
-_ending: set[threading.Event] = set()
-"""Set when a communicator of this process has ended. Another one is built only then, so that its memory is free."""
 
 
 class NcclGroup:
@@ -74,8 +81,8 @@ class NcclGroup:
         self._calls = threading.RLock()  # held during each call of NCCL
         self._pendings: deque[CudaPending] = deque()
         self._pendings_lock = threading.Lock()
-        self._ready, self._ended = threading.Event(), threading.Event()
-        self._is_over = False
+        self._ready, self._ending = threading.Event(), Ending()
+        self._is_over = self._is_aborted = False
         self._began = time.monotonic()
         self._probe: Any = None  # a small work, which knows whether NCCL has reported an error
         if build is None:
@@ -110,8 +117,7 @@ class NcclGroup:
 
     def _build(self, build: Callable[[], Any]) -> None:
         """Build and warm up the communicator. Runs in a thread of its own, which may be blocked for ever."""
-        for ended in list(_ending):
-            ended.wait(END_S)
+        await_endings()
         if self._health.error is not None:
             return
         try:
@@ -255,12 +261,35 @@ class NcclGroup:
         self._begin_end(gracefully=False)
 
     def close(self) -> None:
-        """End the communicator, and wait for it for a limited time. Does nothing to a communicator of the script."""
-        if self._health.error is not None:
-            self.abort()
-        else:
+        """End the communicator, and wait for it for a limited time. Does nothing to a communicator of the script.
+
+        If the comm works, this waits until the device has ended all operations, and then shuts the communicator down.
+        """
+        if self._is_drained():
             self._begin_end(gracefully=True)
-        self._ended.wait(END_S)
+            self._ending.wait(lambda: self._health.error is not None)
+        self.abort()  # does nothing if it has ended
+        self._ending.wait()
+
+    def _is_drained(self) -> bool:
+        """Block until the device has ended all operations. False if it cannot, or has not ended another one within ``END_S``."""
+        began, last, polls = time.monotonic(), None, 0
+        while self._health.error is None and not self._is_over:
+            try:
+                oldest = self._oldest() if self._is_ours else None
+            except RuntimeError:
+                return False
+            if oldest is None:
+                return True
+            if oldest is not last:
+                began, last = time.monotonic(), oldest
+            waited_s = time.monotonic() - began
+            if waited_s > END_S:
+                _log.warning("%s is aborted: the device has not completed it within %.0f s", oldest.what, waited_s)
+                return False
+            polls += 1
+            _pause(polls, waited_s)
+        return False
 
     @property
     def streams(self) -> list[torch.cuda.Stream]:
@@ -270,28 +299,27 @@ class NcclGroup:
 
     def _begin_end(self, *, gracefully: bool) -> None:
         with self._pendings_lock:
-            if self._is_over:
+            if self._is_aborted or (gracefully and self._is_over) or self._ending.is_over:
                 return
-            self._is_over = True
-        _ending.add(self._ended)
+            self._is_over, self._is_aborted = True, not gracefully
+            self._ending.begin(SHUTDOWN_S if gracefully else END_S)
         end = threading.Thread(target=self._end, args=(gracefully,), name=f"lockstep-nccl-end-{self._rank}", daemon=True)
         end.start()
 
     def _end(self, gracefully: bool) -> None:
+        """Shut down, or abort, perhaps while another thread shuts down. Runs in a thread of its own."""
         has_lock = self._calls.acquire(timeout=_CALL_S)  # otherwise a call is blocked, which the abort ends
         try:
-            backend, self._backend, self._probe = self._backend, None, None
-            if backend is not None and self._is_ours:
+            backend = self._backend
+            if backend is not None and (self._is_ours or (not gracefully and self._hangs())):
                 (backend.shutdown if gracefully else backend.abort)()
-            elif backend is not None and not gracefully and self._hangs():
-                backend.abort()
         except RuntimeError:
             pass  # it has failed before, or the device has: device_check.py finds that out
         finally:
+            self._backend = self._probe = None
             if has_lock:
                 self._calls.release()
-            self._ended.set()
-            _ending.discard(self._ended)
+            self._ending.finish()
 
     def _hangs(self) -> bool:
         try:

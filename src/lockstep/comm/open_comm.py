@@ -3,7 +3,7 @@
     CPU, all workers on one machine        shm       (gloo, with a warning, if memory cannot be shared)
     CPU, machines with several workers     twolevel
     CPU, machines with one worker each     gloo
-    CUDA, a GPU per worker                 nccl
+    CUDA, no two workers on one GPU        nccl
     CUDA, workers that share a GPU         gloo
     one worker                             loopback
 
@@ -60,7 +60,6 @@ class Rendezvous:
     place: Callable[[], str]
     machine: str = ""
     group: Any = None
-    local_size: int = 0
 
 
 def open_comm(
@@ -117,7 +116,7 @@ def _open_cuda(rendezvous: Rendezvous, device: torch.device, kind: str, gloo_mea
     group = rendezvous.group
     if kind != "gloo" and group is not None and "nccl" in str(dist.get_backend_config(group)):
         carrier = group  # use its communicator: a second one would cost GPU memory
-    elif group is None and _chooses_nccl(kind, rendezvous.local_size):
+    elif group is None and (kind == "nccl" or (kind == "auto" and _have_a_gpu_each(rendezvous, device))):
         carrier = "nccl"
     return TorchGroup(
         rendezvous.store,
@@ -131,16 +130,29 @@ def _open_cuda(rendezvous: Rendezvous, device: torch.device, kind: str, gloo_mea
     )
 
 
-def _chooses_nccl(kind: str, local_size: int) -> bool:
-    return kind == "nccl" or (kind != "gloo" and local_size <= torch.cuda.device_count())
+def _have_a_gpu_each(rendezvous: Rendezvous, device: torch.device) -> bool:
+    """Whether no two ranks use one GPU. All ranks call it, and all find the same.
+
+    The number of workers does not say it: if three workers had two GPUs and one worker is lost, the other two may share one.
+    """
+    gpus = _tell_all(rendezvous, "gpu", _gpu_name(device) or f"{machine_name()}/{device}")
+    return len(set(gpus)) == rendezvous.size
+
+
+def _gpu_name(device: torch.device) -> str:
+    """A name that no other GPU has, on any machine; empty if the driver gives none."""
+    return str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
 
 
 def own_gpu(device: torch.device, kind: str | None, local_size: int) -> str:
-    """Returns the name of the GPU ``device`` if no other worker may use it, because NCCL carries its tensors; else ""."""
+    """Returns the name of the GPU ``device`` if no other worker may use it, because NCCL carries its tensors; else "".
+
+    ``local_size``: how many workers the machine starts.
+    """
     kind = require_comm(kind, "comm") if kind is not None else requested_comm()
-    if device.type != "cuda" or not _chooses_nccl(kind, local_size) or nccl_may_share_gpus():
+    if device.type != "cuda" or kind == "gloo" or nccl_may_share_gpus():
         return ""
-    return str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
+    return _gpu_name(device) if kind == "nccl" or local_size <= torch.cuda.device_count() else ""
 
 
 def _open_host(rendezvous: Rendezvous, kind: str, need_bytes: int) -> Comm:
@@ -171,9 +183,15 @@ def _open_host(rendezvous: Rendezvous, kind: str, need_bytes: int) -> Comm:
 
 def _machines(rendezvous: Rendezvous) -> list[str]:
     """The name of every rank's machine and user. Raises ``PeerError`` if a rank does not call it."""
-    await_ranks(dist.PrefixStore("machines", rendezvous.store), rendezvous.rank, rendezvous.size, rendezvous.timeout_s)
-    rendezvous.store.set(f"machine/{rendezvous.rank}", f"{rendezvous.machine or machine_name()}/{os.getuid()}")
-    return [rendezvous.store.get(f"machine/{r}").decode() for r in range(rendezvous.size)]
+    return _tell_all(rendezvous, "machine", f"{rendezvous.machine or machine_name()}/{os.getuid()}")
+
+
+def _tell_all(rendezvous: Rendezvous, name: str, text: str) -> list[str]:
+    """Tell all ranks ``text``. Returns what each rank has told, by rank. Raises ``PeerError`` if a rank does not call it."""
+    store, rank, size = dist.PrefixStore(name, rendezvous.store), rendezvous.rank, rendezvous.size
+    store.set(f"of/{rank}", text)
+    await_ranks(store, rank, size, rendezvous.timeout_s)
+    return [store.get(f"of/{r}").decode() for r in range(size)]
 
 
 def _group_rendezvous(group: Any, timeout_s: float, place: Callable[[], str]) -> Rendezvous:
@@ -191,7 +209,7 @@ def _world_rendezvous(world: World, timeout_s: float, opened: dist.Store | None,
     if opened is None:
         opened = open_store(world, timeout_s) if endpoint is None else open_agent_store(endpoint.fd, timeout_s)
     store = dist.PrefixStore(f"lockstep/{world.run_id}/{_count_opened(world.rendezvous)}", opened)
-    return Rendezvous(store, world.rank, world.size, timeout_s, place, world.machine, local_size=world.local_size)
+    return Rendezvous(store, world.rank, world.size, timeout_s, place, world.machine)
 
 
 def _count_opened(name: str) -> int:

@@ -5,7 +5,8 @@
 
 Both round every addition to the dtype of the values, so both give the same bits, and either may be used at any time. A kernel is
 compiled by a background thread, since another set of workers needs another kernel, and recovery should not wait for a compiler.
-Until the kernel is there, and on machines where it cannot be compiled (no Triton, no C compiler), the chain is used.
+Rows of any length share it. The chain is used on machines where no kernel can be compiled (no Triton, no C compiler), and while any
+kernel is compiled: all kernels are one function of Triton's, which is not made for two threads at once.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -28,12 +29,30 @@ Kernel = Callable[[Tensor, Tensor, float], None]
 """``kernel(values, out, scale)`` enqueues the additions on the current stream."""
 
 
+@dataclass(frozen=True)
+class _KernelKind:
+    """What a kernel is compiled for."""
+
+    count: int
+    adds: tuple[tuple[int, int], ...]
+    root: int
+    is_scaled: bool
+    dtype: torch.dtype
+    device: torch.device
+
+
+_kernels: dict[_KernelKind, Kernel | None] = {}
+"""Of this process. None: it is being compiled, or cannot be."""
+_underway: set[_KernelKind] = set()
+"""Those that are being compiled, or wait for it."""
+_compiler = threading.Lock()
+
+
 class TreeSum:
     """The sum of ``count`` values: ``adds`` is a list of (to, from), value[to] += value[from]; the total is value[``root``]."""
 
     def __init__(self, count: int, adds: Sequence[tuple[int, int]], root: int) -> None:
         self.count, self._adds, self._root = count, tuple(adds), root
-        self._kernels: dict[tuple[torch.dtype, torch.device, bool], Kernel | None] = {}
 
     def run(self, values: Tensor, scale: float | None, out: Tensor) -> None:
         """Write the total of the rows of ``values``, times ``scale``, to ``out``. The rows are overwritten."""
@@ -57,31 +76,31 @@ class TreeSum:
             out.mul_(scale)
 
     def _kernel_for(self, values: Tensor, scale: float | None, out: Tensor) -> Kernel | None:
-        """Returns a kernel that is compiled, or None. The first call for a dtype starts the compiler."""
-        if out.numel() % UNIT or out.data_ptr() % UNIT or not 1 < self.count <= _MOST_VALUES:
+        """Returns a kernel that is compiled, or None. The first call for a kind of kernel lets a thread compile it."""
+        if out.numel() % UNIT or out.data_ptr() % UNIT or not 1 < self.count <= _MOST_VALUES or values.dtype not in _DTYPES:
             return None
-        key = (values.dtype, values.device, scale is not None and values.dtype != torch.float64)
-        if key not in self._kernels:
-            self._kernels[key] = None
-            if values.dtype in _DTYPES:
-                threading.Thread(target=self._compile, args=key, name="lockstep-compile").start()
-        return self._kernels[key]
+        is_scaled = scale is not None and values.dtype != torch.float64
+        kind = _KernelKind(self.count, self._adds, self._root, is_scaled, values.dtype, values.device)
+        if kind not in _kernels:
+            _kernels[kind] = None
+            _underway.add(kind)
+            # a daemon: a device that does not answer must not keep the process alive
+            threading.Thread(target=_compile, args=(kind,), name="lockstep-compile", daemon=True).start()
+        return None if _underway else _kernels[kind]
 
-    def _compile(self, dtype: torch.dtype, device: torch.device, is_scaled: bool) -> None:
-        """Compile a kernel and run it once on a stream of its own, which loads it. Run by a thread."""
-        try:
+
+def _compile(kind: _KernelKind) -> None:
+    """Compile a kernel and run it once on a stream of its own, which loads it. Run by a thread."""
+    try:
+        with _compiler:
             from lockstep.comm.tree_kernel import make_kernel
 
-            kernel = make_kernel(self.count, self._adds, self._root, is_scaled)
-            with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
-                memory = torch.zeros(self.count + 1, UNIT, dtype=dtype, device=device)
+            kernel = make_kernel(kind.count, kind.adds, kind.root, kind.is_scaled)
+            with torch.cuda.device(kind.device), torch.cuda.stream(torch.cuda.Stream(kind.device)):
+                memory = torch.zeros(kind.count + 1, UNIT, dtype=kind.dtype, device=kind.device)
                 kernel(memory[1:], memory[0], 1.0)
-        except Exception as error:  # noqa: BLE001 - whatever Triton raises, the chain does the same work
-            _log.debug("the sums of gradients need several kernels per bucket, because Triton has not compiled one: %r", error)
-            return
-        self._kernels[dtype, device, is_scaled] = kernel
-
-
-def compiled(total: Any) -> bool:
-    """Whether all kernels that ``total`` was asked for are compiled. For tests and benchmarks."""
-    return all(kernel is not None for kernel in total._kernels.values())
+        _kernels[kind] = kernel
+    except Exception as error:  # noqa: BLE001 - whatever Triton raises, the chain does the same work
+        _log.debug("the sums of gradients need several kernels per bucket, because Triton has not compiled one: %r", error)
+    finally:
+        _underway.discard(kind)

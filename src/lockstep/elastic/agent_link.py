@@ -270,12 +270,9 @@ class AgentLink:
         options = self._options
         rank, size = generation.rank, generation.size
         name = f"agent:{generation.number}"
-        local_size = min(self._endpoint.local_size or size, size)
         world = World(
             rank,
             size,
-            rank % local_size,
-            local_size,
             source="lockstep run",
             rendezvous=name,
             run_id=f"g{generation.number}",
