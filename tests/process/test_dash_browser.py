@@ -130,6 +130,10 @@ def test_the_page_follows_a_run_and_shows_a_dead_worker_within_two_seconds(
         run.log(1, "a new line of worker 1\n")
         shown.run("const e = document.querySelector('#log-worker'); e.value = '1'; e.dispatchEvent(new Event('change'))")
         shown.wait(lambda: "a new line of worker 1" in shown.text(".log"), "the log of worker 1 is shown")
+        run.log(1, "\r 10%\r 20%")
+        shown.wait(lambda: shown.text(".log").endswith("\n 20%"), "the progress bar of worker 1 is shown")
+        run.log(1, "\r 30%\x1b[K")
+        shown.wait(lambda: shown.text(".log").endswith("worker 1\n 30%"), "its last state replaces the one before")
         step = run.step
         run.end()
         shown.wait(lambda: shown.text(".pill") == "finished", "the end is shown")

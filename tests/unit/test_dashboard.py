@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.dashboard.log_parts import read_log
+from lockstep.dashboard.log_parts import read_log, workers_with_logs
 from lockstep.dashboard.prometheus_text import prometheus_text
 from lockstep.dashboard.row_sums import StepRow
 from lockstep.dashboard.run_history import RunHistory
@@ -435,13 +435,42 @@ def test_the_end_of_a_long_log_is_read_in_whole_lines_and_characters(tmp_path: P
         file.write("ö".encode()[:1])
     more = read_log(tmp_path, 3, part.end)
     assert more is not None
-    assert (more.text, more.end) == ("", part.end)
+    assert (more.text, more.unfinished, more.end) == ("", "", part.end)
     with open(log, "ab") as file:
         file.write("ö".encode()[1:] + b"\n")
     more = read_log(tmp_path, 3, part.end)
     assert more is not None
     assert more.text == "ö\n"
     assert read_log(tmp_path, 4) is None
+
+
+def test_logs_are_found_in_the_folders_of_agents_too(tmp_path: Path) -> None:
+    for folder in ("workers/0", "machines/a/workers/10", "machines/b/workers/2"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "log.txt").write_text(f"{folder}\n")
+    assert workers_with_logs(tmp_path) == [0, 2, 10]
+    part = read_log(tmp_path, 2)
+    assert part is not None
+    assert part.text == "machines/b/workers/2\n"
+
+
+def test_a_log_that_shows_a_progress_bar_has_its_last_state_alone(tmp_path: Path) -> None:
+    log = tmp_path / "workers" / "3" / "log.txt"
+    log.parent.mkdir(parents=True)
+    log.write_bytes(b"\x1b[1;31mbegin\x1b[0m\r\n\r  0%|\r 10%|\r 20%|")
+    part = read_log(tmp_path, 3)
+    assert part is not None
+    assert (part.text, part.unfinished) == ("begin\n", " 20%|")
+    with open(log, "ab") as file:
+        file.write(b"\r 30%|" + b"\r 40%|\x1b[" * 10_000)
+    part = read_log(tmp_path, 3, part.end, max_bytes=1000)
+    assert part is not None
+    assert (part.text, part.unfinished) == ("", " 40%|")
+    with open(log, "ab") as file:
+        file.write(b"K\r100%|\r\nend")
+    part = read_log(tmp_path, 3, part.end)
+    assert part is not None
+    assert (part.text, part.unfinished, part.skipped) == ("100%|\n", "end", False)
 
 
 def test_the_prometheus_text_is_what_its_parser_reads(tmp_path: Path) -> None:
