@@ -188,12 +188,17 @@ def test_wrong_arguments_are_explained_in_one_sentence(tmp_path: Path) -> None:
     open_token = tmp_path / "token"
     open_token.write_text("0" * 64)
     open_token.chmod(0o644)
+    binary = tmp_path / "binary"
+    binary.write_bytes(bytes(range(128, 256)))
+    binary.chmod(0o600)
     with dash(run, "--port", "0", note=tmp_path / "dash.txt") as server:
         cases = {
             ("--port", str(server.port)): "cannot be served at",
             ("--port", "99999"): "up to 65535",
             ("--host", "no.such.host.invalid"): "cannot be served at",
             ("--token-file", str(open_token)): "chmod 600",
+            ("--token-file", str(binary)): "has no token",
+            ("--token-file", str(tmp_path)): "Is a directory",
         }
         for options, expected in cases.items():
             command = [sys.executable, "-m", "lockstep", "dash", str(run), *options]

@@ -89,6 +89,15 @@ def test_a_run_that_goes_on_and_a_torn_recording_make_a_report(tmp_path: Path) -
     run.close()
 
 
+def test_the_report_is_whole_whatever_plotly_contains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plotly = tmp_path / "plotly.min.js"
+    plotly.write_text("const page = '<title>Lockstep</title></body>';")
+    monkeypatch.setattr(report, "plotly_file", lambda: plotly)
+    html = report.report_html(report.report_data(make_run(tmp_path / "run", steps=5)))
+    assert plotly.read_text() in html
+    assert html.endswith("</script>\n</body>\n</html>\n")
+
+
 def test_a_run_without_a_step_makes_a_report(tmp_path: Path) -> None:
     run, out = GrowingRun(tmp_path / "run"), tmp_path / "report.html"
     run.close()

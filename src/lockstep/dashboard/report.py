@@ -56,7 +56,6 @@ def report_html(data: dict[str, Any]) -> str:
     Raises:
         UsageError: plotly is not installed.
     """
-    html = (STATIC / "page.html").read_text()
     embedded = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     parts = {
         '<link rel="stylesheet" href="static/page.css">': f"<style>\n{(STATIC / 'page.css').read_text()}</style>",
@@ -66,11 +65,9 @@ def report_html(data: dict[str, Any]) -> str:
         "</body>": f'<script type="application/json" id="report-data">{embedded}</script>\n'
         f'<script type="module">\n{_for_script(join_modules())}</script>\n</body>',
     }
-    for old, new in parts.items():
-        assert html.count(old) == 1, old
-        before, after = html.split(old)
-        html = before + new + after
-    return html
+    page = (STATIC / "page.html").read_text()
+    assert all(page.count(old) == 1 for old in parts)
+    return re.sub("|".join(map(re.escape, parts)), lambda found: parts[found[0]], page)  # at once: plotly may contain any of them
 
 
 def join_modules() -> str:
