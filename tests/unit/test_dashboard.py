@@ -14,10 +14,10 @@ import pytest
 
 from lockstep.dashboard.log_parts import read_log, workers_with_logs
 from lockstep.dashboard.prometheus_text import prometheus_text
-from lockstep.dashboard.row_sums import StepRow
 from lockstep.dashboard.run_history import RunHistory
 from lockstep.dashboard.run_list import RunList
 from lockstep.dashboard.run_view import MAX_METRICS, RunView
+from lockstep.dashboard.step_groups import StepGroup
 from lockstep.dashboard.step_tiers import StepTiers
 from lockstep.dashboard.watched_run import WatchedRun
 from lockstep.dashboard.watched_runs import WatchedRuns
@@ -43,11 +43,11 @@ def json_of(changes: dict[str, Any]) -> Any:
     return json.loads(json.dumps(changes, allow_nan=False))
 
 
-def tiers_with(steps: list[int], **limits: int) -> StepTiers[StepRow]:
-    tiers = StepTiers(StepRow, **limits)
+def tiers_with(steps: list[int], **limits: int) -> StepTiers[StepGroup]:
+    tiers = StepTiers(StepGroup, **limits)
     for version, step in enumerate(steps, 1):
         record = step_of(step, 0, 1, at=BEGIN + step * STEP_S)
-        tiers.add(step, version, lambda row, record=record: row.add(record))  # type: ignore[misc]
+        tiers.add(step, version, lambda group, record=record: group.add(record))  # type: ignore[misc]
     return tiers
 
 
@@ -61,46 +61,46 @@ def test_the_last_step_is_shown_also_if_it_was_too_short_to_be_recorded() -> Non
     assert view.step == 60
 
 
-def test_a_long_run_takes_no_more_rows_than_a_short_one() -> None:
-    tiers = tiers_with(list(range(1, 5001)), max_rows=64, window=32)
+def test_a_long_run_takes_no_more_groups_than_a_short_one() -> None:
+    tiers = tiers_with(list(range(1, 5001)), max_groups=64, window=32)
     coarse, fine = list(tiers.coarse()), list(tiers.fine())
     assert len(coarse) <= 64
     assert tiers.width == 128
-    assert [row.first for row in fine] == list(range(4969, 5001))
-    assert sum(row.commits for row in coarse) == 5000
+    assert [group.first for group in fine] == list(range(4969, 5001))
+    assert sum(group.commits for group in coarse) == 5000
 
 
-def test_many_workers_make_fewer_rows() -> None:
-    tiers = StepTiers(StepRow, max_rows=512, window=8, max_cells=20_000)
+def test_many_workers_make_fewer_groups() -> None:
+    tiers = StepTiers(StepGroup, max_groups=512, window=8, max_cells=20_000)
     for step in range(1, 101):
         for rank in range(50):
             record = step_of(step, rank, 50)
-            tiers.add(step, step, lambda row, record=record: row.add(record))  # type: ignore[misc]
-    assert sum(row.cells for row in tiers.coarse()) <= 20_000
+            tiers.add(step, step, lambda group, record=record: group.add(record))  # type: ignore[misc]
+    assert sum(group.cells for group in tiers.coarse()) <= 20_000
 
 
 def test_the_order_of_the_records_does_not_matter() -> None:
     steps = list(range(1, 701))
 
-    def rows(tiers: StepTiers[StepRow]) -> list[Any]:
-        return [row.to_json(BEGIN) for row in (*tiers.coarse(), *tiers.fine())]
+    def groups(tiers: StepTiers[StepGroup]) -> list[Any]:
+        return [group.to_json(BEGIN) for group in (*tiers.coarse(), *tiers.fine())]
 
     # As the reader gives them: the thin rows of the recording first.
-    assert rows(tiers_with(steps)) == rows(tiers_with([*range(256, 701, 256), *(step for step in steps if step % 256)]))
+    assert groups(tiers_with(steps)) == groups(tiers_with([*range(256, 701, 256), *(step for step in steps if step % 256)]))
 
 
 def test_only_what_has_changed_is_sent() -> None:
     tiers = tiers_with(list(range(1, 101)))
-    changes = tiers.changes(98, lambda row: row.first)
+    changes = tiers.changes(98, lambda group: group.first)
     assert changes is not None
     assert changes["coarse"] == changes["fine"] == [99, 100]
     assert not changes["reset"]
-    assert tiers.changes(100, lambda row: row.first) is None
+    assert tiers.changes(100, lambda group: group.first) is None
 
 
 def test_all_groups_are_sent_again_when_steps_are_regrouped() -> None:
-    tiers = tiers_with(list(range(1, 66)), max_rows=64)
-    changes = tiers.changes(64, lambda row: row.first)
+    tiers = tiers_with(list(range(1, 66)), max_groups=64)
+    changes = tiers.changes(64, lambda group: group.first)
     assert changes is not None
     assert changes["reset"]
     assert changes["width"] == 2
@@ -109,21 +109,21 @@ def test_all_groups_are_sent_again_when_steps_are_regrouped() -> None:
 
 
 def test_throughput_is_right_while_the_records_of_a_worker_are_missing() -> None:
-    row = StepRow()
-    row.add(step_of(1, 0, 4))
-    alone = row.samples_per_s
+    group = StepGroup()
+    group.add(step_of(1, 0, 4))
+    alone = group.samples_per_s
     for rank in (1, 2, 3):
-        row.add(step_of(1, rank, 4))
-    assert alone == pytest.approx(row.samples_per_s)
-    assert row.samples_per_s == pytest.approx(4 * 32 / STEP_S, rel=0.01)
+        group.add(step_of(1, rank, 4))
+    assert alone == pytest.approx(group.samples_per_s)
+    assert group.samples_per_s == pytest.approx(4 * 32 / STEP_S, rel=0.01)
 
 
 def test_a_repeated_step_costs_time_and_adds_no_samples() -> None:
-    row = StepRow()
-    row.add(step_of(1, 0, 1, committed=False))
-    row.add(step_of(1, 0, 1))
-    assert row.samples_per_s == pytest.approx(32 / (2 * STEP_S), rel=0.01)
-    assert row.phase_seconds["forward"] == pytest.approx(0.06)
+    group = StepGroup()
+    group.add(step_of(1, 0, 1, committed=False))
+    group.add(step_of(1, 0, 1))
+    assert group.samples_per_s == pytest.approx(32 / (2 * STEP_S), rel=0.01)
+    assert group.phase_seconds["forward"] == pytest.approx(0.06)
 
 
 def test_a_run_is_shown_with_its_slow_and_its_dead_worker(tmp_path: Path) -> None:
@@ -132,9 +132,9 @@ def test_a_run_is_shown_with_its_slow_and_its_dead_worker(tmp_path: Path) -> Non
     assert shown["run"]["members"] == [0, 1, 2, 4]
     assert shown["run"]["failures"] == 1
     assert shown["lives"]["3"][:2] == ["died", "SIGKILL"]
-    row = next(row for row in shown["steps"]["fine"] if row["s"] == 130)
-    assert set(row["w"]) == {"0", "1", "2"}
-    assert row["w"]["2"][0] / row["w"]["0"][0] == pytest.approx(119 / 89, rel=0.03)
+    group = next(group for group in shown["steps"]["fine"] if group["s"] == 130)
+    assert set(group["w"]) == {"0", "1", "2"}
+    assert group["w"]["2"][0] / group["w"]["0"][0] == pytest.approx(119 / 89, rel=0.03)
     said = [entry["text"] for entry in shown["entries"]]
     assert "worker 3 (pid 4803) died: SIGKILL" in said
     assert "3 workers go on, generation 1" in said
@@ -148,7 +148,7 @@ def test_samples_are_counted_also_where_steps_are_not_recorded(tmp_path: Path) -
     writer.close()
     (tmp_path / "events.jsonl").write_text(json.dumps({"time": BEGIN, "kind": "begin"}) + "\n")
     view = view_of(tmp_path)
-    recorded = sum(row.commits for row in view.steps.coarse()) // 2
+    recorded = sum(group.commits for group in view.steps.coarse()) // 2
     assert recorded < 1000
     assert view.samples == pytest.approx(3000 * 64, rel=0.005)
 
@@ -209,7 +209,7 @@ def test_values_that_are_not_finite_reach_the_page(tmp_path: Path) -> None:
     run.close()
     shown = json_of(view_of(run.folder).changes())
     assert shown["run"]["values"] == {"loss": "nan", "grad": "inf"}
-    assert [row["v"]["loss"] for row in shown["metrics"]["fine"]] == [[1, 1, 1]] * 3 + [None]
+    assert [group["v"]["loss"] for group in shown["metrics"]["fine"]] == [[1, 1, 1]] * 3 + [None]
 
 
 def test_a_script_that_logs_thousands_of_names_does_not_fill_the_memory() -> None:

@@ -12,8 +12,8 @@ from collections import deque
 from itertools import count
 from typing import Any
 
-from lockstep.dashboard.row_sums import MetricsRow, StepRow, short
 from lockstep.dashboard.run_history import RunHistory
+from lockstep.dashboard.step_groups import StepGroup, ValueGroup, short
 from lockstep.dashboard.step_tiers import StepTiers
 from lockstep.recording.breakdown import breakdown
 from lockstep.recording.reader import NewRecords
@@ -36,8 +36,8 @@ class RunView:
         self.version = 1
         self.history = RunHistory()
         self.summary = RunSummary()
-        self.steps: StepTiers[StepRow] = StepTiers(StepRow)
-        self.metrics: StepTiers[MetricsRow] = StepTiers(MetricsRow)
+        self.steps: StepTiers[StepGroup] = StepTiers(StepGroup)
+        self.metrics: StepTiers[ValueGroup] = StepTiers(ValueGroup)
         self.latest: dict[int, StepRecord] = {}
         """The newest record of each worker."""
         self.values: dict[str, float] = {}
@@ -88,8 +88,8 @@ class RunView:
         return {
             "version": self.version,
             "run": self._facts(),
-            "steps": self.steps.changes(since, lambda row: row.to_json(began)),
-            "metrics": self.metrics.changes(since, lambda row: row.to_json(began)),
+            "steps": self.steps.changes(since, lambda group: group.to_json(began)),
+            "metrics": self.metrics.changes(since, lambda group: group.to_json(began)),
             "workers": workers,
             "pauses": pauses,
             "summary": self._summary_lines,
@@ -109,18 +109,18 @@ class RunView:
     def samples(self) -> int:
         """How many samples were committed. Steps that were not recorded count as many as recorded ones near them."""
         last, total = 0, 0.0
-        for row in self.steps.coarse():
-            total += row.samples_per_step * (row.last - last)
-            last = row.last
+        for group in self.steps.coarse():
+            total += group.samples_per_step * (group.last - last)
+            last = group.last
         self._samples = max(self._samples, total)  # so that the number never falls
         return round(self._samples)
 
     @property
     def samples_per_s(self) -> float:
         """Over the last recorded steps."""
-        rows = list(self.steps.fine())[-20:]
-        seconds = sum(row.seconds / row.size for row in rows if row.size)
-        return sum(row.samples for row in rows) / seconds if seconds else 0.0
+        groups = list(self.steps.fine())[-20:]
+        seconds = sum(group.seconds / group.size for group in groups if group.size)
+        return sum(group.samples for group in groups) / seconds if seconds else 0.0
 
     def _take_record(self, record: StepRecord) -> None:
         self.newest_record = max(self.newest_record, record.at + record.seconds)
@@ -131,7 +131,7 @@ class RunView:
             return
         if record.step < 1 or not math.isfinite(record.at):
             return
-        self.steps.add(record.step, self.version, lambda row: row.add(record))
+        self.steps.add(record.step, self.version, lambda group: group.add(record))
         push = heapq.heappush if len(self._recent) < _RECENT else heapq.heappushpop
         push(self._recent, (record.step, next(self._order), record))
         if record.committed:
@@ -164,7 +164,7 @@ class RunView:
         self.step = max(self.step, metrics.step)
         kept = Metrics(metrics.step, metrics.at, known)
         if metrics.step >= 1:
-            self.metrics.add(metrics.step, self.version, lambda row: row.add(kept))
+            self.metrics.add(metrics.step, self.version, lambda group: group.add(kept))
 
     def _facts(self) -> dict[str, Any]:
         history, costs = self.history, self._costs

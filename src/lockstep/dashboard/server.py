@@ -170,8 +170,8 @@ def _json_text(value: Any) -> str:
 
 def _shorten(changes: dict[str, Any]) -> None:
     """Leave out what the comparison of runs does not show."""
-    for row in [row for tier in ("coarse", "fine") for row in (changes["steps"] or {}).get(tier, ())]:
-        del row["w"], row["ph"]
+    for group in [group for tier in ("coarse", "fine") for group in (changes["steps"] or {}).get(tier, ())]:
+        del group["w"], group["ph"]
     changes |= {"workers": [], "lives": {}, "pauses": [], "entries": []}
 
 

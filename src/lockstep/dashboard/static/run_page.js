@@ -75,7 +75,7 @@ export class Charts {
     const makeFigure = this.figures.get(element);
     const figure = makeFigure?.(element.clientWidth < 520, element);
     if (!figure || !element.clientWidth) return;
-    if (figure.rows) element.style.height = `${Math.min(900, Math.max(170, 70 + figure.rows * 26))}px`;
+    if (figure.lines) element.style.height = `${Math.min(900, Math.max(170, 70 + figure.lines * 26))}px`;
     figure.layout.width = element.clientWidth;
     figure.layout.height = element.clientHeight;
     this.extent = this.view.range ? this.extent : figure.layout.xaxis.range ?? this.extent;
@@ -146,9 +146,9 @@ export function mountRun(root, store, view, redraw) {
   const chartOf = (section) => section.querySelector(".chart");
   const metricCards = [first];
   charts.add(chartOf(first), (narrow, element) => drawMetric(store, view, narrow, element, 0));
-  charts.add(chartOf(throughput), (narrow) => store.steps.rows().length && throughputFigure(store, view, narrow));
+  charts.add(chartOf(throughput), (narrow) => store.steps.groups().length && throughputFigure(store, view, narrow));
   charts.add(chartOf(breakdown), (narrow) => drawBreakdown(store, view, narrow, breakdown));
-  charts.add(chartOf(heat), (narrow) => store.steps.rows().length && heatFigure(store, view, narrow));
+  charts.add(chartOf(heat), (narrow) => store.steps.groups().length && heatFigure(store, view, narrow));
   chartOf(timeline).dataset.alone = "yes";
   charts.add(chartOf(timeline), (narrow) => store.generations.length && timelineFigure(store, view, narrow));
 
@@ -202,7 +202,7 @@ function addMetrics(store, view, charts, cards, grid) {
 }
 
 function drawBreakdown(store, view, narrow, section) {
-  if (!store.steps.rows().length) return null;
+  if (!store.steps.groups().length) return null;
   const figure = breakdownFigure(store, view, narrow);
   const legend = section.querySelector(".legend");
   const key = figure.used.join();
@@ -226,8 +226,8 @@ function drawBreakdown(store, view, narrow, section) {
 // Says in words what a chart shows, for those who do not see it.
 function describe(store, metricCards, cards) {
   const say = (section, text) => section.querySelector(".chart").setAttribute("aria-label", text);
-  const rows = store.steps.rows();
-  const last = rows[rows.length - 1];
+  const groups = store.steps.groups();
+  const last = groups[groups.length - 1];
   metricCards.forEach((section, index) => {
     const name = store.metricNames()[index];
     if (name) say(section, textOfMetric(store, name));

@@ -19,16 +19,16 @@ export function replaceText(element, text) {
 export function stateOf(store) {
   const run = store.run;
   const idle = store.idle();
-  const typical = store.steps.rows().slice(-20).reduce((most, row) => Math.max(most, row.d ?? 0), 0);
+  const typical = store.steps.groups().slice(-20).reduce((most, group) => Math.max(most, group.d ?? 0), 0);
   if (run.state === "running" && store.live && idle > Math.max(4, 4 * typical)) return ["waiting", "no step", ` for ${duration(Math.floor(idle))}`];
   return [run.state, run.state, ""];
 }
 
 export function facts(store) {
   const run = store.run;
-  const rows = store.steps.rows();
-  const last = rows.slice(-20);
-  const seconds = last.reduce((sum, row) => sum + (row.d ?? 0), 0) / Math.max(1, last.filter((row) => row.d).length);
+  const groups = store.steps.groups();
+  const last = groups.slice(-20);
+  const seconds = last.reduce((sum, group) => sum + (group.d ?? 0), 0) / Math.max(1, last.filter((group) => group.d).length);
   const metric = store.metricNames()[0];
   const running = run.state === "running";
   const elapsed = running && store.live ? run.elapsed + store.idle() : run.elapsed;

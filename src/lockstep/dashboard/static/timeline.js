@@ -68,7 +68,7 @@ export function timelineFigure(store, view, narrow) {
   Object.assign(layout.yaxis, { type: "category", categoryorder: "array", categoryarray: names, autorange: "reversed", showgrid: false,
     title: { text: "worker", standoff: 4, font: { size: 11 } } });
   layout.margin.t = 22;
-  return { data, layout, rows: names.length };
+  return { data, layout, lines: names.length };
 }
 
 // The numbers of generations above the chart, as many as have room.
