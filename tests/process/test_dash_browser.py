@@ -123,10 +123,17 @@ def test_the_page_follows_a_run_and_shows_a_dead_worker_within_two_seconds(
             shown.wait_for_chart("#heat")
             names = "return document.querySelector('#heat .chart').layout.yaxis.categoryarray"
             shown.wait(lambda: shown.run(names) == ["0", "1", "2", "3", "4"], "the heat map has a row for each worker")
-        run.event(
-            "verdict", sentence="rank 2 is last in 94% of steps, by 30 ms: its loader; the run would be 33% faster without it"
-        )
+            labels = "return document.querySelector(arguments[0] + ' .chart').layout.yaxis.ticktext.at(-1)"
+            shown.wait(lambda: shown.run(labels, "#heat") == "4 (rank 3)", "the heat map names the rank of the replacement")
+            shown.wait_for_chart("#timeline")
+            assert shown.run(labels, "#timeline") == "4 (rank 3)"
+        sentence = "rank 2 is last in 94% of steps, by 30 ms: its loader; the run would be 33% faster without it"
+        run.event("verdict", sentence=sentence, rank=2, worker=2, cause="loader")
         shown.wait(lambda: shown.text(".verdict").startswith("Rank 2 is last in 94% of steps"), "the verdict is shown")
+        shown.wait(lambda: shown.text("tr.named th") == "2", "the table marks the worker that the verdict means")
+        waits = "return [...document.querySelectorAll('.workers td[data-name=waits]')].map(e => e.textContent)"
+        shown.wait(lambda: sum("most for worker 2" in each for each in shown.run(waits)) == 3, "the others wait for worker 2")
+        assert "most for rank 2" in shown.text("#breakdown .caption")
         run.log(1, "a new line of worker 1\n")
         shown.run("const e = document.querySelector('#log-worker'); e.value = '1'; e.dispatchEvent(new Event('change'))")
         shown.wait(lambda: "a new line of worker 1" in shown.text(".log"), "the log of worker 1 is shown")

@@ -141,6 +141,20 @@ def test_a_run_is_shown_with_its_slow_and_its_dead_worker(tmp_path: Path) -> Non
     assert "worker 4 joined; 4 workers train, generation 2" in said
 
 
+def test_the_page_says_how_long_each_worker_waits_and_for_whom(tmp_path: Path) -> None:
+    shown = json_of(view_of(make_run(tmp_path / "run")).changes())
+    waits = {worker["id"]: worker["waits"] for worker in shown["workers"] if worker["id"] != 3}
+    assert {id: whom for id, (_, whom) in waits.items()} == {0: 2, 1: 2, 2: None, 4: 2}
+    assert waits[0][0] == pytest.approx(33 / 122, abs=0.02)
+    assert waits[2][0] == pytest.approx(3 / 122, abs=0.01)
+    assert "(most for rank 2)" in shown["run"]["costs"]
+
+
+def test_the_page_says_that_the_steps_wait_for_workers_with_more_lanes(tmp_path: Path) -> None:
+    shown = json_of(view_of(make_run(tmp_path / "run", workers=3, dies_at=None)).changes())
+    assert "workers have 2 or 3 lanes, and the steps wait for those that have most" in shown["run"]["costs"]
+
+
 def test_samples_are_counted_also_where_steps_are_not_recorded(tmp_path: Path) -> None:
     writer = RecordingWriter(tmp_path / "recording", file_bytes=20_000)
     for step in range(1, 3001):
@@ -169,7 +183,7 @@ def test_a_long_recording_that_is_read_in_parts_shows_its_newest_steps(tmp_path:
     watched.read_all()
     shown = watched.changes()[1]
     assert shown["run"]["values"] == {"loss": "0.00033333", "accuracy": "1"}
-    assert shown["run"]["balance"] == 1
+    assert "lanes" not in shown["run"]["costs"]  # they are equal since step 2701
     assert "loss 0.0003333" in shown["summary"][0]
     with open(tmp_path / "events.jsonl", "a") as file:
         file.write(json.dumps({"time": BEGIN + 277, "kind": "summary", "lines": said}) + "\n")

@@ -17,6 +17,7 @@ from lockstep.launcher.run_registry import find_run
 from lockstep.launcher.worker_logs import LogLine, WorkerLogs
 from lockstep.launcher.worker_ranks import WorkerRanks
 from lockstep.recording.json_lines import JsonLinesTail
+from lockstep.recording.text import rank_text
 
 _POLL_S = 0.1
 
@@ -107,7 +108,7 @@ class _Logs:
     def _label(self, worker: int) -> str:
         """A worker keeps its number, and may get another rank when others are lost."""
         rank = self._ranks.rank_of.get(worker)
-        return f"worker {worker}" if rank is None else f"rank {rank}" if rank == worker else f"rank {rank} (worker {worker})"
+        return f"worker {worker}" if rank is None else rank_text(rank, worker)
 
 
 def _listed(numbers: list[int]) -> str:

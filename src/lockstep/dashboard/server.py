@@ -122,7 +122,7 @@ class Server:
     async def _logs(self, request: Request) -> Response:
         path = await asyncio.to_thread(self._runs.path, request.query_params.get("run", ""))
         if path is None:
-            return _not_found("This run was removed, or its name is wrong.")
+            return JSONResponse({"workers": [], "note": "there is no such run any more"})
         workers, note = await asyncio.to_thread(lambda: (workers_with_logs(path), note_on_logs(path)))
         return JSONResponse({"workers": workers, "note": note})
 

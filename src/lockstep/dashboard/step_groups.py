@@ -28,7 +28,7 @@ class WorkerSums:
 
 @dataclass
 class StepGroup:
-    """Times and samples of a group of steps: sums over all workers. Only the time of steps that were repeated is added, not their samples."""
+    """Times and samples of a group of steps, as sums over all workers. Steps that were repeated add time and no samples."""
 
     first: int = 0
     last: int = 0

@@ -5,8 +5,8 @@
                                                   |||||||||||||
                                                   the newest ``window`` recorded steps, each of them a group
 
-If there are too many groups, each two neighbours become one. A step is added to both tiers, and steps may come in any order. Readers
-draw the groups of the first tier up to the first group of the second.
+If there are too many groups, each two neighbours become one. A step is added to both tiers, and steps may come in any order.
+Readers draw the groups of the first tier up to the first group of the second.
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@ import { baseLayout, color, translucent } from "./theme.js";
 
 export const LINES = ["#3b76d1", "#d9792b", "#2f9a78", "#b8568f", "#8a6bd1", "#a08a1f", "#4aa3bf", "#c14f4f"];
 
+const MOST_LABELS = 40; // of more workers, Plotly shows the numbers that fit
+
 export const PHASE_TEXT = {
   data: "waits for data", lane: "prepares lanes, adds gradients", forward: "forward", backward: "backward",
   optimizer: "optimizer", body: "loop body", exchange: "waits for gradients", confirm: "waits for the commit",
@@ -32,6 +34,13 @@ export function timeTicks(from, to, room = 7) {
   const values = [];
   for (let at = Math.ceil(from / step) * step; at <= to; at += step) values.push(at);
   return { tickmode: "array", tickvals: values, ticktext: values.map(clock) };
+}
+
+// The y axis of a chart with a line for each worker, whose y values are `lines`: "run", or the number of a worker.
+export function workerAxis(store, lines) {
+  const labels = { tickmode: "array", tickvals: lines, ticktext: lines.map((line) => (line === "run" ? line : store.nameOf(Number(line)))) };
+  return { type: "category", autorange: "reversed", showgrid: false, categoryorder: "array", categoryarray: lines,
+    title: { text: "worker", standoff: 4, font: { size: 11 } }, ...(lines.length <= MOST_LABELS ? labels : {}) };
 }
 
 export function layoutFor(view, xs, narrow) {
@@ -134,7 +143,7 @@ export function heatFigure(store, view, narrow) {
     if (!group) return "";
     const steps = group.s === group.e ? `step ${group.s}` : `steps ${group.s} to ${group.e}`;
     const own = group.w[id];
-    return own ? `worker ${id}, ${steps}<br>own work ${duration(own[0])}, lanes: ${own[1]}` : `worker ${id}, ${steps}<br>does not take part`;
+    return own ? `worker ${store.nameOf(id)}, ${steps}<br>own work ${duration(own[0])}, lanes: ${own[1]}` : `worker ${id}, ${steps}<br>does not take part`;
   }));
   const names = workers.map((id) => `${id}`);
   const scale = ["fast", "even", "slow", "slower", "slowest"].map((name, index) => [index / 4, color(`heat-${name}`)]);
@@ -163,8 +172,7 @@ export function heatFigure(store, view, narrow) {
   layout.hovermode = "closest";
   layout.margin.t = 14;
   layout.xaxis.showgrid = false;
-  Object.assign(layout.yaxis, { type: "category", autorange: "reversed", showgrid: false, categoryorder: "array", categoryarray: names,
-    title: { text: "worker", standoff: 4, font: { size: 11 } } });
+  Object.assign(layout.yaxis, workerAxis(store, names));
   if (!view.range && edges.length) Object.assign(layout.xaxis, { autorange: false, range: [edges[0], edges[edges.length - 1]] });
   return { data, layout, lines: workers.length };
 }

@@ -22,16 +22,17 @@ export function mountLogs(place, readList, readPart, store, isLive) {
   async function refreshList() {
     const list = await readList();
     const workers = list.workers.map(String);
+    const names = list.workers.map((id) => store.nameOf(id));
     for (const each of [label, choice, text]) each.hidden = !workers.length;
-    if (workers.join() === [...choice.options].map((each) => each.value).join()) return list.note;
+    if (names.join() === [...choice.options].map((each) => each.textContent).join()) return list.note;
     const chosen = choice.value;
-    choice.replaceChildren(...workers.map((id) => make("option", { value: id }, id)));
+    choice.replaceChildren(...workers.map((id, at) => make("option", { value: id }, names[at])));
     if (workers.includes(chosen)) choice.value = chosen;
     return list.note;
   }
 
   async function refresh() {
-    if (busy || document.hidden) return;
+    if (busy || document.hidden || store.run.state === "removed") return;
     busy = true;
     try {
       const listNote = await refreshList();

@@ -127,9 +127,10 @@ export function mountRun(root, store, view, redraw) {
   const throughput = chartCard("throughput", "Throughput", "Committed samples per second.");
   const breakdown = chartCard("breakdown", "Where a step spends its time", "Mean over the workers, for each step.");
   const heat = chartCard("heat", "Workers against each other",
-    "Own work, relative to the median of the same steps. Red: slower than the others. Dark: takes no part.");
+    "The time that a worker works itself, relative to the median of the workers in the same steps. Orange and red cells are slow "
+    + "workers. In dark cells the worker did not train.");
   const timeline = chartCard("timeline", "Generations and faults",
-    "Each bar is a worker in one generation. Narrow: it recovers, saves or evaluates.", "wide");
+    "A bar is a worker in one generation. The narrow parts are recoveries, checkpoints, evaluations and time outside the loop.", "wide");
   const [workersCard, workersBody] = workersTable();
   const entries = make("ol", { class: "entries", tabindex: "0", "aria-label": "What happened, newest first" });
   const happened = card("happened", "What happened", null, entries);
@@ -171,7 +172,7 @@ export function mountRun(root, store, view, redraw) {
 }
 
 function workersTable() {
-  const names = ["Worker", "State", "Rank", "Step", "Lanes", "Own work", "Newest step", "Memory", "GPU"];
+  const names = ["Worker", "State", "Rank", "Step", "Lanes", "Own work", "Waits", "Newest step", "Memory", "GPU"];
   const body = make("tbody");
   const head = make("tr", {}, ...names.map((name) => make("th", { scope: "col" }, name)));
   const table = make("table", { class: "workers" }, make("thead", {}, head), body);
@@ -215,11 +216,9 @@ function drawBreakdown(store, view, narrow, section) {
       return make("li", {}, swatch, PHASE_TEXT[phase]);
     }));
   }
-  const { hidden, exactness } = store.run;
-  const costs = [hidden === null ? null : `${sections.percent(hidden)} of the communication is hidden behind the backward`,
-    `exactness costs ${sections.percent(exactness)} of a step`].filter(Boolean).join(", and ");
   const cut = figure.cut ? ` ${plural(figure.cut, "longer step")} ${figure.cut === 1 ? "is" : "are"} cut off.` : "";
-  sections.replaceText(section.querySelector(".caption"), `Mean over the workers.${cut} ${store.run.ended === null ? "Now" : "At the end"} ${costs}.`);
+  const costs = store.run.costs && ` The last steps: ${store.run.costs.replace("a step: ", "")}.`;
+  sections.replaceText(section.querySelector(".caption"), `Mean over the workers.${cut}${costs}`);
   return figure;
 }
 

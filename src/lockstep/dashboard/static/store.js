@@ -72,6 +72,12 @@ export class RunStore {
     return this.run?.members ?? [];
   }
 
+  // The number of a worker, and its rank if that is another number, as after a replacement.
+  nameOf(worker) {
+    const rank = this.members.indexOf(worker);
+    return rank < 0 || rank === worker ? `${worker}` : `${worker} (rank ${rank})`;
+  }
+
   metricNames() {
     const names = Object.keys(this.run?.values ?? {});
     return names.sort((a, b) => (b === "loss") - (a === "loss"));
