@@ -128,7 +128,7 @@ def _heat_map(axes: Any, groups: list[Data], workers: list[int], data: Data) -> 
             axes.plot(
                 step + 0.5, workers.index(entry["worker"]) + 0.5, "X", color=_FAULT, ms=7, mec="white", mew=0.8, clip_on=False
             )
-    _name_workers(axes, workers, 0.5)
+    _name_workers(axes, workers, 0.5, data["run"]["members"])
     axes.set(xlabel="step", ylabel="worker")
     axes.figure.colorbar(mesh, ax=axes, pad=0.015, extend="max", label="own work / median")
 
@@ -162,11 +162,14 @@ def _timeline(axes: Any, workers: list[int], data: Data) -> None:
         elif entry["mark"] in ("died", "joined") and entry["worker"] in workers:
             marker, color = ("X", _FAULT) if entry["mark"] == "died" else (">", _GOOD)
             axes.plot(entry["t"] / unit, workers.index(entry["worker"]), marker, color=color, ms=7, mec="white", mew=0.8)
-    _name_workers(axes, workers, 0.0)
+    _name_workers(axes, workers, 0.0, data["run"]["members"])
     axes.set(xlabel=f"{name} since the beginning", ylabel="worker")
 
 
-def _name_workers(axes: Any, workers: list[int], shift: float) -> None:
+def _name_workers(axes: Any, workers: list[int], shift: float, members: list[int]) -> None:
+    """As the page: each worker by its number, and by its rank if that is another number."""
+    ranks = {id: rank for rank, id in enumerate(members)}
+    names = [str(id) if ranks.get(id, id) == id else f"{id} (rank {ranks[id]})" for id in workers]
     every = max(1, len(workers) // 40)
-    axes.set_yticks([at + shift for at in range(0, len(workers), every)], [str(id) for id in workers[::every]])
+    axes.set_yticks([at + shift for at in range(0, len(workers), every)], names[::every])
     axes.invert_yaxis()

@@ -142,7 +142,7 @@ export function mountRun(root, store, view, redraw) {
   const first = chartCard("metric-0", "Logged values", "");
   root.replaceChildren(
     make("div", { class: "title" }, title, state), verdict, factsList, summary,
-    make("div", { class: "grid" }, first, throughput, breakdown, heat, timeline, workersCard, happened), metricsGrid, logs);
+    make("div", { class: "grid" }, first, throughput, breakdown, heat, timeline, workersCard, happened), logs, metricsGrid);
 
   const chartOf = (section) => section.querySelector(".chart");
   const metricCards = [first];

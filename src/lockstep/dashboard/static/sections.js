@@ -163,6 +163,6 @@ export function renderSummary(section, element, store) {
 
 export function captionOfWorkers(store) {
   const gone = store.workerIds().length - store.members.length;
-  return `${plural(store.members.length, "member")} of the generation${gone > 0 ? `, and ${gone} more` : ""}. Own work is the time in ` +
+  return `${plural(store.members.length, "member")} of the generation${gone > 0 ? `, then ${plural(gone, "other worker")}` : ""}. Own work is the time in ` +
     "which a worker waits for nobody, as mean over the last 20 steps. Waits are the part of a step in which it waits for other workers and for the transport.";
 }
