@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
@@ -161,6 +162,26 @@ def test_a_run_that_stands_still_or_disappears_is_said(
         run.folder.rename(tmp_path / "elsewhere")
         shown.wait(lambda: shown.text(".pill") == "removed", "the page says that the folder is gone")
         assert shown.fact("Step") == "10"
+
+
+def test_a_new_run_in_the_same_folder_replaces_the_old_one_on_an_open_page(
+    tmp_path: Path, serve: Callable[..., DashServer], page: Callable[..., Page]
+) -> None:
+    with growing(tmp_path / "run", workers=5) as run:
+        run.log(0, "a line of the old run\n" * 20)
+        run.steps(30)
+        shown = page(serve(run.folder).url)
+        shown.wait_for_step(30)
+        shown.wait(lambda: "a line of the old run" in shown.text(".log"), "the log is shown")
+    shutil.rmtree(tmp_path / "run")
+    with growing(tmp_path / "run", workers=2) as run:
+        run.log(0, "a line of the new run\n" * 40)
+        run.steps(5)
+        shown.wait(lambda: (shown.fact("Step"), shown.fact("Workers")) == ("5", "2"), "the new run is shown")
+        shown.wait(lambda: shown.text(".log").count("a line of the new run") == 40, "its log is shown from the beginning")
+        assert "old run" not in shown.text(".log")
+        assert shown.run("return document.querySelectorAll('.workers tbody tr').length") == 2
+        assert shown.run("return document.querySelectorAll('.entries li').length") == 2
 
 
 def test_the_page_connects_again_when_the_server_is_back(tmp_path: Path, page: Callable[..., Page]) -> None:
