@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ _OPTIONS = (
     *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-dev-shm-usage"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--hide-scrollbars"),
 )
+_MARGIN = 14
 
 
 @contextmanager
@@ -50,11 +52,14 @@ def console_errors(driver: Any) -> list[str]:
     return [each["message"] for each in driver.get_log("browser") if each["level"] in ("SEVERE", "WARNING")]
 
 
-def picture(driver: Any, path: Path, *, whole: bool = True) -> None:
-    """Write what is shown, or the whole page, as PNG."""
-    import base64
-
-    size = driver.execute_script("return [document.documentElement.scrollWidth, document.documentElement.scrollHeight]")
-    clip = {"clip": {"x": 0, "y": 0, "width": size[0], "height": size[1], "scale": 1}} if whole else {}
-    shot = driver.execute_cdp_cmd("Page.captureScreenshot", {"format": "png", "captureBeyondViewport": whole, **clip})
+def picture(driver: Any, path: Path, *, begin: str = "body", end: str = "body") -> None:
+    """Write what is shown from the top of the element ``begin`` to the bottom of ``end`` as PNG, as wide as the page."""
+    script = """
+    const [first, last] = [arguments[0], arguments[1]].map((each) => document.querySelector(each).getBoundingClientRect());
+    return [document.documentElement.scrollWidth, first.top + scrollY, last.bottom + scrollY];
+    """
+    width, top, bottom = driver.execute_script(script, begin, end)
+    y = max(0, top - _MARGIN)
+    clip = {"x": 0, "y": y, "width": width, "height": bottom + _MARGIN - y, "scale": 1}
+    shot = driver.execute_cdp_cmd("Page.captureScreenshot", {"format": "png", "captureBeyondViewport": True, "clip": clip})
     path.write_bytes(base64.b64decode(shot["data"]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
@@ -123,13 +124,24 @@ def test_the_page_follows_a_run_and_shows_a_dead_worker_within_two_seconds(
             shown.wait_for_chart("#heat")
             names = "return document.querySelector('#heat .chart').layout.yaxis.categoryarray"
             shown.wait(lambda: shown.run(names) == ["0", "1", "2", "3", "4"], "the heat map has a row for each worker")
-        run.event(
-            "verdict", sentence="rank 2 is last in 94% of steps, by 30 ms: its loader; the run would be 33% faster without it"
-        )
+            labels = "return document.querySelector(arguments[0] + ' .chart').layout.yaxis.ticktext.at(-1)"
+            shown.wait(lambda: shown.run(labels, "#heat") == "4 (rank 3)", "the heat map names the rank of the replacement")
+            shown.wait_for_chart("#timeline")
+            assert shown.run(labels, "#timeline") == "4 (rank 3)"
+        sentence = "rank 2 is last in 94% of steps, by 30 ms: its loader; the run would be 33% faster without it"
+        run.event("verdict", sentence=sentence, rank=2, worker=2, cause="loader")
         shown.wait(lambda: shown.text(".verdict").startswith("Rank 2 is last in 94% of steps"), "the verdict is shown")
+        shown.wait(lambda: shown.text("tr.named th") == "2", "the table marks the worker that the verdict means")
+        waits = "return [...document.querySelectorAll('.workers td[data-name=waits]')].map(e => e.textContent)"
+        shown.wait(lambda: sum("most for worker 2" in each for each in shown.run(waits)) == 3, "the others wait for worker 2")
+        assert "most for rank 2" in shown.text("#breakdown .caption")
         run.log(1, "a new line of worker 1\n")
         shown.run("const e = document.querySelector('#log-worker'); e.value = '1'; e.dispatchEvent(new Event('change'))")
         shown.wait(lambda: "a new line of worker 1" in shown.text(".log"), "the log of worker 1 is shown")
+        run.log(1, "\r 10%\r 20%")
+        shown.wait(lambda: shown.text(".log").endswith("\n 20%"), "the progress bar of worker 1 is shown")
+        run.log(1, "\r 30%\x1b[K")
+        shown.wait(lambda: shown.text(".log").endswith("worker 1\n 30%"), "its last state replaces the one before")
         step = run.step
         run.end()
         shown.wait(lambda: shown.text(".pill") == "finished", "the end is shown")
@@ -150,6 +162,26 @@ def test_a_run_that_stands_still_or_disappears_is_said(
         run.folder.rename(tmp_path / "elsewhere")
         shown.wait(lambda: shown.text(".pill") == "removed", "the page says that the folder is gone")
         assert shown.fact("Step") == "10"
+
+
+def test_a_new_run_in_the_same_folder_replaces_the_old_one_on_an_open_page(
+    tmp_path: Path, serve: Callable[..., DashServer], page: Callable[..., Page]
+) -> None:
+    with growing(tmp_path / "run", workers=5) as run:
+        run.log(0, "a line of the old run\n" * 20)
+        run.steps(30)
+        shown = page(serve(run.folder).url)
+        shown.wait_for_step(30)
+        shown.wait(lambda: "a line of the old run" in shown.text(".log"), "the log is shown")
+    shutil.rmtree(tmp_path / "run")
+    with growing(tmp_path / "run", workers=2) as run:
+        run.log(0, "a line of the new run\n" * 40)
+        run.steps(5)
+        shown.wait(lambda: (shown.fact("Step"), shown.fact("Workers")) == ("5", "2"), "the new run is shown")
+        shown.wait(lambda: shown.text(".log").count("a line of the new run") == 40, "its log is shown from the beginning")
+        assert "old run" not in shown.text(".log")
+        assert shown.run("return document.querySelectorAll('.workers tbody tr').length") == 2
+        assert shown.run("return document.querySelectorAll('.entries li').length") == 2
 
 
 def test_the_page_connects_again_when_the_server_is_back(tmp_path: Path, page: Callable[..., Page]) -> None:

@@ -41,7 +41,7 @@ def test_all_that_the_page_needs_is_answered(tmp_path: Path, serve: Callable[...
     assert "http" not in headers["content-security-policy"]
     assert headers["cache-control"] == "no-store"
     assert [run["name"] for run in server.get("/api/runs")["runs"]] == ["b", "a"]
-    assert server.get("/api/logs?run=a") == [0, 1, 2, 3, 4]
+    assert server.get("/api/logs?run=a") == {"workers": [0, 1, 2, 3, 4], "note": ""}
     assert server.get("/api/log?run=a&worker=2")["text"] == "worker 2 says hello\n"
     message = server.messages("run=a&run=b", 1)[0]
     assert set(message) == {"a", "b"}
@@ -67,11 +67,12 @@ def test_who_has_no_token_gets_nothing_but_a_sentence(tmp_path: Path, serve: Cal
 NOT_FOUND = [
     *("/static/../page_files.py", "/static/..%2fpage_files.py", "/static/page.py", "/static/%00"),
     *("/api/log?run=../run&worker=0", "/api/log?run=run&worker=../0", "/api/log?run=run&worker=9999999999999999999999"),
+    *("/api/log?run=run&worker=" + "1" * 5000, "/api/log?run=run&worker=0&start=" + "1" * 5000),
     *("/api/log?run=run&worker=%C2%B2", "/api/log?run=run&worker=0&start=x", "/api/stream?run=none", "/api/stream"),
 ]
 
 
-@pytest.mark.parametrize("path", NOT_FOUND)
+@pytest.mark.parametrize("path", NOT_FOUND, ids=lambda path: path[:60])
 def test_what_there_is_not_is_not_found(tmp_path: Path, serve: Callable[..., DashServer], path: str) -> None:
     server = serve(make_run(tmp_path / "run", steps=5), "--port", "0")
     status, body, _ = server.ask(path + ("&" if "?" in path else "?") + f"token={server.token}")
@@ -187,12 +188,17 @@ def test_wrong_arguments_are_explained_in_one_sentence(tmp_path: Path) -> None:
     open_token = tmp_path / "token"
     open_token.write_text("0" * 64)
     open_token.chmod(0o644)
+    binary = tmp_path / "binary"
+    binary.write_bytes(bytes(range(128, 256)))
+    binary.chmod(0o600)
     with dash(run, "--port", "0", note=tmp_path / "dash.txt") as server:
         cases = {
             ("--port", str(server.port)): "cannot be served at",
             ("--port", "99999"): "up to 65535",
             ("--host", "no.such.host.invalid"): "cannot be served at",
             ("--token-file", str(open_token)): "chmod 600",
+            ("--token-file", str(binary)): "has no token",
+            ("--token-file", str(tmp_path)): "Is a directory",
         }
         for options, expected in cases.items():
             command = [sys.executable, "-m", "lockstep", "dash", str(run), *options]

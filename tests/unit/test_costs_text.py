@@ -31,6 +31,11 @@ def test_the_worker_for_which_the_others_wait_is_named() -> None:
     assert "waiting for workers and transport (most for rank 1)" in costs_text(steps(late_us=20_000))
 
 
+def test_a_replacement_is_named_by_its_rank_and_its_number() -> None:
+    late = [replace(each, worker=4 if each.rank == 1 else each.worker) for each in steps(late_us=20_000)]
+    assert "(most for rank 1 (worker 4))" in costs_text(late)
+
+
 def test_slow_loaders_and_the_cost_of_exactness_are_named() -> None:
     slow = steps(**{DATA: 30_000})
     assert "25% loading data" in costs_text(slow)

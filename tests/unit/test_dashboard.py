@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -11,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from lockstep.dashboard.log_parts import read_log
+from lockstep.dashboard.log_parts import read_log, workers_with_logs
 from lockstep.dashboard.prometheus_text import prometheus_text
-from lockstep.dashboard.row_sums import StepRow
 from lockstep.dashboard.run_history import RunHistory
 from lockstep.dashboard.run_list import RunList
 from lockstep.dashboard.run_view import MAX_METRICS, RunView
+from lockstep.dashboard.step_groups import StepGroup
 from lockstep.dashboard.step_tiers import StepTiers
 from lockstep.dashboard.watched_run import WatchedRun
 from lockstep.dashboard.watched_runs import WatchedRuns
@@ -42,11 +43,11 @@ def json_of(changes: dict[str, Any]) -> Any:
     return json.loads(json.dumps(changes, allow_nan=False))
 
 
-def tiers_with(steps: list[int], **limits: int) -> StepTiers[StepRow]:
-    tiers = StepTiers(StepRow, **limits)
+def tiers_with(steps: list[int], **limits: int) -> StepTiers[StepGroup]:
+    tiers = StepTiers(StepGroup, **limits)
     for version, step in enumerate(steps, 1):
         record = step_of(step, 0, 1, at=BEGIN + step * STEP_S)
-        tiers.add(step, version, lambda row, record=record: row.add(record))  # type: ignore[misc]
+        tiers.add(step, version, lambda group, record=record: group.add(record))  # type: ignore[misc]
     return tiers
 
 
@@ -60,46 +61,46 @@ def test_the_last_step_is_shown_also_if_it_was_too_short_to_be_recorded() -> Non
     assert view.step == 60
 
 
-def test_a_long_run_takes_no_more_rows_than_a_short_one() -> None:
-    tiers = tiers_with(list(range(1, 5001)), max_rows=64, window=32)
+def test_a_long_run_takes_no_more_groups_than_a_short_one() -> None:
+    tiers = tiers_with(list(range(1, 5001)), max_groups=64, window=32)
     coarse, fine = list(tiers.coarse()), list(tiers.fine())
     assert len(coarse) <= 64
     assert tiers.width == 128
-    assert [row.first for row in fine] == list(range(4969, 5001))
-    assert sum(row.commits for row in coarse) == 5000
+    assert [group.first for group in fine] == list(range(4969, 5001))
+    assert sum(group.commits for group in coarse) == 5000
 
 
-def test_many_workers_make_fewer_rows() -> None:
-    tiers = StepTiers(StepRow, max_rows=512, window=8, max_cells=20_000)
+def test_many_workers_make_fewer_groups() -> None:
+    tiers = StepTiers(StepGroup, max_groups=512, window=8, max_cells=20_000)
     for step in range(1, 101):
         for rank in range(50):
             record = step_of(step, rank, 50)
-            tiers.add(step, step, lambda row, record=record: row.add(record))  # type: ignore[misc]
-    assert sum(row.cells for row in tiers.coarse()) <= 20_000
+            tiers.add(step, step, lambda group, record=record: group.add(record))  # type: ignore[misc]
+    assert sum(group.cells for group in tiers.coarse()) <= 20_000
 
 
 def test_the_order_of_the_records_does_not_matter() -> None:
     steps = list(range(1, 701))
 
-    def rows(tiers: StepTiers[StepRow]) -> list[Any]:
-        return [row.to_json(BEGIN) for row in (*tiers.coarse(), *tiers.fine())]
+    def groups(tiers: StepTiers[StepGroup]) -> list[Any]:
+        return [group.to_json(BEGIN) for group in (*tiers.coarse(), *tiers.fine())]
 
     # As the reader gives them: the thin rows of the recording first.
-    assert rows(tiers_with(steps)) == rows(tiers_with([*range(256, 701, 256), *(step for step in steps if step % 256)]))
+    assert groups(tiers_with(steps)) == groups(tiers_with([*range(256, 701, 256), *(step for step in steps if step % 256)]))
 
 
 def test_only_what_has_changed_is_sent() -> None:
     tiers = tiers_with(list(range(1, 101)))
-    changes = tiers.changes(98, lambda row: row.first)
+    changes = tiers.changes(98, lambda group: group.first)
     assert changes is not None
     assert changes["coarse"] == changes["fine"] == [99, 100]
     assert not changes["reset"]
-    assert tiers.changes(100, lambda row: row.first) is None
+    assert tiers.changes(100, lambda group: group.first) is None
 
 
 def test_all_groups_are_sent_again_when_steps_are_regrouped() -> None:
-    tiers = tiers_with(list(range(1, 66)), max_rows=64)
-    changes = tiers.changes(64, lambda row: row.first)
+    tiers = tiers_with(list(range(1, 66)), max_groups=64)
+    changes = tiers.changes(64, lambda group: group.first)
     assert changes is not None
     assert changes["reset"]
     assert changes["width"] == 2
@@ -108,21 +109,21 @@ def test_all_groups_are_sent_again_when_steps_are_regrouped() -> None:
 
 
 def test_throughput_is_right_while_the_records_of_a_worker_are_missing() -> None:
-    row = StepRow()
-    row.add(step_of(1, 0, 4))
-    alone = row.samples_per_s
+    group = StepGroup()
+    group.add(step_of(1, 0, 4))
+    alone = group.samples_per_s
     for rank in (1, 2, 3):
-        row.add(step_of(1, rank, 4))
-    assert alone == pytest.approx(row.samples_per_s)
-    assert row.samples_per_s == pytest.approx(4 * 32 / STEP_S, rel=0.01)
+        group.add(step_of(1, rank, 4))
+    assert alone == pytest.approx(group.samples_per_s)
+    assert group.samples_per_s == pytest.approx(4 * 32 / STEP_S, rel=0.01)
 
 
 def test_a_repeated_step_costs_time_and_adds_no_samples() -> None:
-    row = StepRow()
-    row.add(step_of(1, 0, 1, committed=False))
-    row.add(step_of(1, 0, 1))
-    assert row.samples_per_s == pytest.approx(32 / (2 * STEP_S), rel=0.01)
-    assert row.phase_seconds["forward"] == pytest.approx(0.06)
+    group = StepGroup()
+    group.add(step_of(1, 0, 1, committed=False))
+    group.add(step_of(1, 0, 1))
+    assert group.samples_per_s == pytest.approx(32 / (2 * STEP_S), rel=0.01)
+    assert group.phase_seconds["forward"] == pytest.approx(0.06)
 
 
 def test_a_run_is_shown_with_its_slow_and_its_dead_worker(tmp_path: Path) -> None:
@@ -131,13 +132,27 @@ def test_a_run_is_shown_with_its_slow_and_its_dead_worker(tmp_path: Path) -> Non
     assert shown["run"]["members"] == [0, 1, 2, 4]
     assert shown["run"]["failures"] == 1
     assert shown["lives"]["3"][:2] == ["died", "SIGKILL"]
-    row = next(row for row in shown["steps"]["fine"] if row["s"] == 130)
-    assert set(row["w"]) == {"0", "1", "2"}
-    assert row["w"]["2"][0] / row["w"]["0"][0] == pytest.approx(119 / 89, rel=0.03)
+    group = next(group for group in shown["steps"]["fine"] if group["s"] == 130)
+    assert set(group["w"]) == {"0", "1", "2"}
+    assert group["w"]["2"][0] / group["w"]["0"][0] == pytest.approx(119 / 89, rel=0.03)
     said = [entry["text"] for entry in shown["entries"]]
     assert "worker 3 (pid 4803) died: SIGKILL" in said
     assert "3 workers go on, generation 1" in said
     assert "worker 4 joined; 4 workers train, generation 2" in said
+
+
+def test_the_page_says_how_long_each_worker_waits_and_for_whom(tmp_path: Path) -> None:
+    shown = json_of(view_of(make_run(tmp_path / "run")).changes())
+    waits = {worker["id"]: worker["waits"] for worker in shown["workers"] if worker["id"] != 3}
+    assert {id: whom for id, (_, whom) in waits.items()} == {0: 2, 1: 2, 2: None, 4: 2}
+    assert waits[0][0] == pytest.approx(33 / 122, abs=0.02)
+    assert waits[2][0] == pytest.approx(3 / 122, abs=0.01)
+    assert "(most for rank 2)" in shown["run"]["costs"]
+
+
+def test_the_page_says_that_the_steps_wait_for_workers_with_more_lanes(tmp_path: Path) -> None:
+    shown = json_of(view_of(make_run(tmp_path / "run", workers=3, dies_at=None)).changes())
+    assert "workers have 2 or 3 lanes, and the steps wait for those that have most" in shown["run"]["costs"]
 
 
 def test_samples_are_counted_also_where_steps_are_not_recorded(tmp_path: Path) -> None:
@@ -147,7 +162,7 @@ def test_samples_are_counted_also_where_steps_are_not_recorded(tmp_path: Path) -
     writer.close()
     (tmp_path / "events.jsonl").write_text(json.dumps({"time": BEGIN, "kind": "begin"}) + "\n")
     view = view_of(tmp_path)
-    recorded = sum(row.commits for row in view.steps.coarse()) // 2
+    recorded = sum(group.commits for group in view.steps.coarse()) // 2
     assert recorded < 1000
     assert view.samples == pytest.approx(3000 * 64, rel=0.005)
 
@@ -168,7 +183,7 @@ def test_a_long_recording_that_is_read_in_parts_shows_its_newest_steps(tmp_path:
     watched.read_all()
     shown = watched.changes()[1]
     assert shown["run"]["values"] == {"loss": "0.00033333", "accuracy": "1"}
-    assert shown["run"]["balance"] == 1
+    assert "lanes" not in shown["run"]["costs"]  # they are equal since step 2701
     assert "loss 0.0003333" in shown["summary"][0]
     with open(tmp_path / "events.jsonl", "a") as file:
         file.write(json.dumps({"time": BEGIN + 277, "kind": "summary", "lines": said}) + "\n")
@@ -208,7 +223,7 @@ def test_values_that_are_not_finite_reach_the_page(tmp_path: Path) -> None:
     run.close()
     shown = json_of(view_of(run.folder).changes())
     assert shown["run"]["values"] == {"loss": "nan", "grad": "inf"}
-    assert [row["v"]["loss"] for row in shown["metrics"]["fine"]] == [[1, 1, 1]] * 3 + [None]
+    assert [group["v"]["loss"] for group in shown["metrics"]["fine"]] == [[1, 1, 1]] * 3 + [None]
 
 
 def test_a_script_that_logs_thousands_of_names_does_not_fill_the_memory() -> None:
@@ -303,21 +318,19 @@ def test_a_removed_folder_is_said_and_what_was_read_stays(tmp_path: Path) -> Non
 
 
 def test_another_run_in_the_same_folder_begins_anew(tmp_path: Path) -> None:
-    run = GrowingRun(tmp_path / "run")
-    run.steps(5)
-    watched = WatchedRun("run", run.folder)
+    """`rm -r run; lockstep run --run-dir run`: the new files may get the inodes of the old ones, and be longer or shorter."""
+    watched = WatchedRun("run", make_run(tmp_path / "run", steps=5, workers=2))
     watched.read_all()
     version, _ = watched.changes()
-    run.end()
-    for name in ("events.jsonl", "recording"):
-        (run.folder / name).rename(tmp_path / name)
-    again = GrowingRun(tmp_path / "run")
-    again.steps(2)
-    watched.read_all()
-    _, shown = watched.changes(version)
-    assert shown["reset"]
-    assert shown["run"]["step"] == 2
-    again.close()
+    for number, steps in enumerate((2, 20)):
+        new = make_run(tmp_path / f"new-{number}", steps=steps, workers=2, begin=BEGIN + 60 * (number + 1))
+        for path in (path.relative_to(new) for path in new.rglob("*.jsonl")):
+            shutil.copyfile(new / path, tmp_path / "run" / path)  # into the same inode
+        watched.read_all()
+        version, shown = watched.changes(version)
+        assert shown["reset"]
+        assert shown["run"]["step"] == steps
+        assert len(shown["entries"]) == len(view_of(new).history.entries)
 
 
 def test_the_states_of_runs_are_listed(tmp_path: Path) -> None:
@@ -435,13 +448,42 @@ def test_the_end_of_a_long_log_is_read_in_whole_lines_and_characters(tmp_path: P
         file.write("ö".encode()[:1])
     more = read_log(tmp_path, 3, part.end)
     assert more is not None
-    assert (more.text, more.end) == ("", part.end)
+    assert (more.text, more.unfinished, more.end) == ("", "", part.end)
     with open(log, "ab") as file:
         file.write("ö".encode()[1:] + b"\n")
     more = read_log(tmp_path, 3, part.end)
     assert more is not None
     assert more.text == "ö\n"
     assert read_log(tmp_path, 4) is None
+
+
+def test_logs_are_found_in_the_folders_of_agents_too(tmp_path: Path) -> None:
+    for folder in ("workers/0", "machines/a/workers/10", "machines/b/workers/2"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "log.txt").write_text(f"{folder}\n")
+    assert workers_with_logs(tmp_path) == [0, 2, 10]
+    part = read_log(tmp_path, 2)
+    assert part is not None
+    assert part.text == "machines/b/workers/2\n"
+
+
+def test_a_log_that_shows_a_progress_bar_has_its_last_state_alone(tmp_path: Path) -> None:
+    log = tmp_path / "workers" / "3" / "log.txt"
+    log.parent.mkdir(parents=True)
+    log.write_bytes(b"\x1b[1;31mbegin\x1b[0m\r\n\r  0%|\r 10%|\r 20%|")
+    part = read_log(tmp_path, 3)
+    assert part is not None
+    assert (part.text, part.unfinished) == ("begin\n", " 20%|")
+    with open(log, "ab") as file:
+        file.write(b"\r 30%|" + b"\r 40%|\x1b[" * 10_000)
+    part = read_log(tmp_path, 3, part.end, max_bytes=1000)
+    assert part is not None
+    assert (part.text, part.unfinished) == ("", " 40%|")
+    with open(log, "ab") as file:
+        file.write(b"K\r100%|\r\nend")
+    part = read_log(tmp_path, 3, part.end)
+    assert part is not None
+    assert (part.text, part.unfinished, part.skipped) == ("100%|\n", "end", False)
 
 
 def test_the_prometheus_text_is_what_its_parser_reads(tmp_path: Path) -> None:

@@ -170,3 +170,12 @@ def test_a_reader_of_lines_does_not_grow_with_the_run(run_dir: Path) -> None:
         writer.write([{"kind": "metrics", "step": step, "at": 1.0, "values": {}} for step in range(first, first + 1000)])
         assert len(reader.poll_lines()) == 1000
     assert len(reader._seen) + len(reader._seen_before) < 110_000
+
+
+def test_a_file_that_became_shorter_is_read_from_its_beginning(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_text('{"kind": "begin"}\n{"kind": "end"}\n')
+    tail = JsonLinesTail(path)
+    assert len(tail.read()) == 2
+    path.write_text('{"kind": "new"}\n')
+    assert tail.read() == [{"kind": "new"}]

@@ -12,14 +12,15 @@ from typing import Any
 import pytest
 
 from lockstep.__main__ import main
+from lockstep.dashboard import report
 from tests.growing_run import GrowingRun
 from tests.recordings import make_run
 
 pytest.importorskip("plotly")
 
 
-def data_of(report: Path) -> Any:
-    found = re.search(r'<script type="application/json" id="report-data">(.*?)</script>', report.read_text())
+def data_of(path: Path) -> Any:
+    found = re.search(r'<script type="application/json" id="report-data">(.*?)</script>', path.read_text())
     assert found is not None
     return json.loads(found[1])
 
@@ -50,6 +51,31 @@ def test_what_a_script_has_printed_and_named_cannot_break_out_of_its_place(tmp_p
     assert html.count("</script>") == 3
 
 
+def test_the_logs_of_workers_on_other_machines_are_not_taken_for_empty_ones(tmp_path: Path) -> None:
+    run, out = make_run(tmp_path / "run", steps=5), tmp_path / "report.html"
+    (run / "machines" / "b").mkdir(parents=True)
+    (run / "workers").rename(run / "machines" / "b" / "workers")
+    main(["report", str(run), "-o", str(out)])
+    assert data_of(out)["logs"]["2"] == "worker 2 says hello\n"
+    (run / "machines").rename(tmp_path / "of-another-machine")
+    with open(run / "events.jsonl", "a") as events:
+        events.write('{"time": 1763500000.0, "kind": "registered"}\n')
+    main(["report", str(run), "-o", str(out)])
+    shown = data_of(out)
+    assert shown["logs"] == {}
+    assert "The logs are in the run folders of its agents" in shown["logsNote"]
+
+
+def test_of_many_workers_the_report_has_the_logs_of_the_dead_and_of_the_last_members(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report, "_LOGS", 4)
+    run = make_run(tmp_path / "run", workers=8)
+    shown = report.report_data(run)
+    assert set(shown["logs"]) == {"7", "8", "6", "5"}
+    assert shown["logsNote"] == "the logs of 5 more workers are in the run folder"
+
+
 def test_a_run_that_goes_on_and_a_torn_recording_make_a_report(tmp_path: Path) -> None:
     run, out = GrowingRun(tmp_path / "run"), tmp_path / "report.html"
     run.steps(20)
@@ -61,6 +87,15 @@ def test_a_run_that_goes_on_and_a_torn_recording_make_a_report(tmp_path: Path) -
     shown = data_of(out)
     assert (shown["run"]["state"], shown["run"]["step"]) == ("running", 20)
     run.close()
+
+
+def test_the_report_is_whole_whatever_plotly_contains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plotly = tmp_path / "plotly.min.js"
+    plotly.write_text("const page = '<title>Lockstep</title></body>';")
+    monkeypatch.setattr(report, "plotly_file", lambda: plotly)
+    html = report.report_html(report.report_data(make_run(tmp_path / "run", steps=5)))
+    assert plotly.read_text() in html
+    assert html.endswith("</script>\n</body>\n</html>\n")
 
 
 def test_a_run_without_a_step_makes_a_report(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.launcher.log_files import plain_text
 from lockstep.launcher.logs import TIME_RECORD, Logs
 from lockstep.launcher.run_folder import RunFolder
 from lockstep.launcher.worker_logs import LogLine, WorkerLogs
@@ -139,3 +140,19 @@ def test_the_agent_notes_when_output_came(tmp_path: Path) -> None:
     index = tmp_path / "run" / "workers" / "0" / "log.times"
     assert index.stat().st_size < 16 * 100, "one record in 50 ms at most"
     assert not said
+
+
+@pytest.mark.parametrize(
+    ("written", "shown"),
+    [
+        (b"\r 1%\r 2%\r\n", b" 2%\n"),
+        (b"50%\r", b"50%"),
+        (b"one\r\ntwo\n\n", b"one\ntwo\n\n"),
+        (b"\x1b[1;31mred\x1b[0m\tblue\x1b[K", b"red\tblue"),
+        (b"\x1b]0;a title\x07a\x1b]8;;http://b\x1b\\link\x1b]8;;\x1b\\", b"alink"),
+        (b"a\x1b(Bb\x07\x08\x00c\x1b[3", b"abc"),
+        ("grün \N{FULL BLOCK}".encode(), "grün \N{FULL BLOCK}".encode()),
+    ],
+)
+def test_people_read_what_a_terminal_would_show(written: bytes, shown: bytes) -> None:
+    assert plain_text(written) == shown

@@ -11,11 +11,13 @@ from lockstep.commands.standard_output import ends_quietly, print_bytes
 from lockstep.commands.status_command import add_run
 from lockstep.errors import UsageError
 from lockstep.launcher.arguments import whole_number, write
+from lockstep.launcher.log_files import last_state, why_no_logs
 from lockstep.launcher.run_folder import is_in_use
 from lockstep.launcher.run_registry import find_run
 from lockstep.launcher.worker_logs import LogLine, WorkerLogs
 from lockstep.launcher.worker_ranks import WorkerRanks
 from lockstep.recording.json_lines import JsonLinesTail
+from lockstep.recording.text import rank_text
 
 _POLL_S = 0.1
 
@@ -64,7 +66,7 @@ class _Logs:
             if follows:
                 time.sleep(_POLL_S)
         if not self._files.workers():
-            write(2, f"lockstep: no worker has a log in {self._run_dir}. {_where_else(self._run_dir)}\n")
+            write(2, f"lockstep: no worker has a log in {self._run_dir}. {why_no_logs(self._run_dir)}\n")
             return 1
         return 0
 
@@ -99,27 +101,17 @@ class _Logs:
     def _prefixed(self, line: LogLine) -> bytes:
         if self._given.worker is not None:
             return line.text + b"\n"
-        text = line.text.rstrip(b"\r")
-        text = text[text.rfind(b"\r") + 1 :]  # of a progress bar, what it showed at last
         label = self._label(line.worker)
         self._width = max(self._width, len(label))
-        return f"{label:<{self._width}} | ".encode() + text + b"\n"
+        return f"{label:<{self._width}} | ".encode() + last_state(line.text) + b"\n"
 
     def _label(self, worker: int) -> str:
         """A worker keeps its number, and may get another rank when others are lost."""
         rank = self._ranks.rank_of.get(worker)
-        return f"worker {worker}" if rank is None else f"rank {rank}" if rank == worker else f"rank {rank} (worker {worker})"
+        return f"worker {worker}" if rank is None else rank_text(rank, worker)
 
 
 def _listed(numbers: list[int]) -> str:
     if len(numbers) > 2 and numbers == list(range(numbers[0], numbers[-1] + 1)):
         return f"{numbers[0]} to {numbers[-1]}"
     return ", ".join(map(str, numbers[:20])) + (", ..." if len(numbers) > 20 else "")
-
-
-def _where_else(run_dir: Path) -> str:
-    """Where the logs of a run on several machines are, as its events say."""
-    events = JsonLinesTail(run_dir / "events.jsonl").read()
-    if not any(line.get("kind") == "registered" for line in events):
-        return "None has been started yet, or its folder could not be written."
-    return "The logs are in the run folders of its agents: ask `lockstep ls` on their machines."

@@ -84,18 +84,19 @@ def _token(file: str | None) -> str:
     if file is None:
         return secrets.token_urlsafe(24)
     try:
-        descriptor = os.open(file, os.O_RDONLY)
+        with open(file, "rb") as opened:
+            mode = os.fstat(opened.fileno()).st_mode
+            token = opened.read(4096).decode(errors="replace").strip()
     except FileNotFoundError:
         return write_token(file)
     except OSError as error:
         raise UsageError(f"the token cannot be read from {file}: {error.strerror}. Name a file of yours.") from error
-    with os.fdopen(descriptor) as opened:
-        mode = os.fstat(descriptor).st_mode
-        token = opened.read(4096).strip()
     if mode & 0o077:
         raise UsageError(f"other users can read {file}, which has the token. Type: chmod 600 {file}")
     if len(token) < 16 or not token.isascii() or not token.isalnum():
-        raise UsageError(f"{file} has no token: 16 or more letters and digits on one line. Remove the file, and a token is made.")
+        raise UsageError(
+            f"{file} has no token: 16 or more letters and digits on one line. Name a file that does not exist, and it is made."
+        )
     return token
 
 

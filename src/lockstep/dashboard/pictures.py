@@ -43,15 +43,15 @@ def write_pictures(data: Data, folder: Path) -> list[Path]:
     except ImportError as error:
         raise missing("matplotlib", "png") from error
     folder.mkdir(parents=True, exist_ok=True)
-    rows, metrics = _joined(data["steps"]), _joined(data["metrics"])
+    groups, metrics = _joined(data["steps"]), _joined(data["metrics"])
     name = "loss" if "loss" in data["run"]["values"] else next(iter(data["run"]["values"]), "")
-    workers = sorted({int(id) for row in rows for id in row["w"]} | {int(id) for id in data["lives"]})
+    workers = sorted({int(id) for group in groups for id in group["w"]} | {int(id) for id in data["lives"]})
     tall = 1.1 + 0.22 * len(workers)
     drawings: list[tuple[str, float, bool, Callable[[Any], None]]] = [
-        ("loss", 3.0, any(name in row["v"] for row in metrics), lambda axes: _loss(axes, metrics, name)),
-        ("throughput", 2.6, bool(rows), lambda axes: _throughput(axes, rows)),
-        ("breakdown", 3.2, bool(rows), lambda axes: _breakdown(axes, rows)),
-        ("workers", tall, bool(rows), lambda axes: _heat_map(axes, rows, workers, data)),
+        ("loss", 3.0, any(name in group["v"] for group in metrics), lambda axes: _loss(axes, metrics, name)),
+        ("throughput", 2.6, bool(groups), lambda axes: _throughput(axes, groups)),
+        ("breakdown", 3.2, bool(groups), lambda axes: _breakdown(axes, groups)),
+        ("workers", tall, bool(groups), lambda axes: _heat_map(axes, groups, workers, data)),
         ("timeline", tall, bool(data["generations"]), lambda axes: _timeline(axes, workers, data)),
     ]
     written = []
@@ -67,37 +67,37 @@ def write_pictures(data: Data, folder: Path) -> list[Path]:
 
 
 def _joined(tiers: Data | None) -> list[Data]:
-    """The rows of both tiers, as step_tiers.py says."""
+    """The groups of both tiers, as step_tiers.py says."""
     if tiers is None:
         return []
     first = tiers["fine"][0]["s"] if tiers["fine"] else float("inf")
-    return [row for row in tiers["coarse"] if row["e"] < first] + list(tiers["fine"])
+    return [group for group in tiers["coarse"] if group["e"] < first] + list(tiers["fine"])
 
 
-def _loss(axes: Any, rows: list[Data], name: str) -> None:
-    known = [row for row in rows if row["v"].get(name)]
-    steps = [row["e"] for row in known]
+def _loss(axes: Any, groups: list[Data], name: str) -> None:
+    known = [group for group in groups if group["v"].get(name)]
+    steps = [group["e"] for group in known]
     axes.fill_between(
-        steps, [row["v"][name][1] for row in known], [row["v"][name][2] for row in known], color="#3b76d1", alpha=0.2, lw=0
+        steps, [group["v"][name][1] for group in known], [group["v"][name][2] for group in known], color="#3b76d1", alpha=0.2, lw=0
     )
-    axes.plot(steps, [row["v"][name][0] for row in known], color="#3b76d1", lw=1.2)
+    axes.plot(steps, [group["v"][name][0] for group in known], color="#3b76d1", lw=1.2)
     axes.set(xlabel="step", ylabel=name)
     axes.margins(x=0.01)
 
 
-def _throughput(axes: Any, rows: list[Data]) -> None:
-    has_samples = any(row["r"] for row in rows)
-    axes.plot([row["e"] for row in rows], [row["r" if has_samples else "q"] for row in rows], color="#2f9a78", lw=1.2)
+def _throughput(axes: Any, groups: list[Data]) -> None:
+    has_samples = any(group["r"] for group in groups)
+    axes.plot([group["e"] for group in groups], [group["r" if has_samples else "q"] for group in groups], color="#2f9a78", lw=1.2)
     axes.set(xlabel="step", ylabel="samples/s" if has_samples else "steps/s")
     axes.set_ylim(bottom=0)
     axes.margins(x=0.01)
 
 
-def _breakdown(axes: Any, rows: list[Data]) -> None:
+def _breakdown(axes: Any, groups: list[Data]) -> None:
     order = [*(each for each in PHASES if each in OWN_WORK), *(each for each in PHASES if each not in OWN_WORK)]
-    used = [phase for phase in order if any(row["ph"].get(phase) for row in rows)]
-    parts = [[1000 * (row["ph"].get(phase) or 0.0) for row in rows] for phase in used]
-    axes.stackplot([row["e"] for row in rows], parts, labels=used, colors=[_COLORS[phase] for phase in used], lw=0)
+    used = [phase for phase in order if any(group["ph"].get(phase) for group in groups)]
+    parts = [[1000 * (group["ph"].get(phase) or 0.0) for group in groups] for phase in used]
+    axes.stackplot([group["e"] for group in groups], parts, labels=used, colors=[_COLORS[phase] for phase in used], lw=0)
     totals = sorted(map(sum, zip(*parts, strict=True)))
     usual = totals[int(0.95 * (len(totals) - 1))] * 1.5
     axes.set_ylim(0, min(totals[-1], usual) * 1.05 or 1)
@@ -107,16 +107,16 @@ def _breakdown(axes: Any, rows: list[Data]) -> None:
     axes.legend(handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=8)
 
 
-def _heat_map(axes: Any, rows: list[Data], workers: list[int], data: Data) -> None:
+def _heat_map(axes: Any, groups: list[Data], workers: list[int], data: Data) -> None:
     from matplotlib.colors import LinearSegmentedColormap
 
     known = LinearSegmentedColormap.from_list("own work", ["#cfe8dc", "#eef2f6", "#f6d08a", "#ea8a4a", "#c7283b"])
     colors = known.with_extremes(bad=_ABSENT)
-    edges = [row["s"] - 0.5 for row in rows] + [rows[-1]["e"] + 0.5]
-    typical = [statistics.median([own for own, *_ in row["w"].values()] or [0.0]) for row in rows]
+    edges = [group["s"] - 0.5 for group in groups] + [groups[-1]["e"] + 0.5]
+    typical = [statistics.median([own for own, *_ in group["w"].values()] or [0.0]) for group in groups]
     nan = float("nan")
     cells = [
-        [_own(row, id) / middle if middle and _own(row, id) else nan for row, middle in zip(rows, typical, strict=True)]
+        [_own(group, id) / middle if middle and _own(group, id) else nan for group, middle in zip(groups, typical, strict=True)]
         for id in workers
     ]
     mesh = axes.pcolormesh(edges, range(len(workers) + 1), _masked(cells), vmin=0.8, vmax=1.6, cmap=colors, rasterized=True)
@@ -124,17 +124,17 @@ def _heat_map(axes: Any, rows: list[Data], workers: list[int], data: Data) -> No
         axes.axhline(line, color="white", lw=1.2)
     for entry in data["entries"]:
         if entry["mark"] == "died" and entry["worker"] in workers:
-            step = max([row["e"] for row in rows if row["b"] <= entry["t"]], default=rows[0]["s"])
+            step = max([group["e"] for group in groups if group["b"] <= entry["t"]], default=groups[0]["s"])
             axes.plot(
                 step + 0.5, workers.index(entry["worker"]) + 0.5, "X", color=_FAULT, ms=7, mec="white", mew=0.8, clip_on=False
             )
-    _name_workers(axes, workers, 0.5)
+    _name_workers(axes, workers, 0.5, data["run"]["members"])
     axes.set(xlabel="step", ylabel="worker")
     axes.figure.colorbar(mesh, ax=axes, pad=0.015, extend="max", label="own work / median")
 
 
-def _own(row: Data, worker: int) -> float:
-    found = row["w"].get(worker)
+def _own(group: Data, worker: int) -> float:
+    found = group["w"].get(worker)
     return float(found[0]) if found and found[0] else 0.0
 
 
@@ -162,11 +162,14 @@ def _timeline(axes: Any, workers: list[int], data: Data) -> None:
         elif entry["mark"] in ("died", "joined") and entry["worker"] in workers:
             marker, color = ("X", _FAULT) if entry["mark"] == "died" else (">", _GOOD)
             axes.plot(entry["t"] / unit, workers.index(entry["worker"]), marker, color=color, ms=7, mec="white", mew=0.8)
-    _name_workers(axes, workers, 0.0)
+    _name_workers(axes, workers, 0.0, data["run"]["members"])
     axes.set(xlabel=f"{name} since the beginning", ylabel="worker")
 
 
-def _name_workers(axes: Any, workers: list[int], shift: float) -> None:
+def _name_workers(axes: Any, workers: list[int], shift: float, members: list[int]) -> None:
+    """As the page: each worker by its number, and by its rank if that is another number."""
+    ranks = {id: rank for rank, id in enumerate(members)}
+    names = [str(id) if ranks.get(id, id) == id else f"{id} (rank {ranks[id]})" for id in workers]
     every = max(1, len(workers) // 40)
-    axes.set_yticks([at + shift for at in range(0, len(workers), every)], [str(id) for id in workers[::every]])
+    axes.set_yticks([at + shift for at in range(0, len(workers), every)], names[::every])
     axes.invert_yaxis()

@@ -8,12 +8,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lockstep.dashboard.log_parts import read_log, workers_with_logs
+from lockstep.dashboard.log_parts import note_on_logs, read_log, workers_with_logs
 from lockstep.dashboard.page_files import REPORT_MODULES, STATIC, plotly_file
+from lockstep.dashboard.run_history import RunHistory
 from lockstep.dashboard.watched_run import WatchedRun
+from lockstep.recording.text import plural
 
 _LOG_BYTES = 32 << 10
-_LOGS = 32
+_LOGS = 256
+_ALL_LOGS_BYTES = 2 << 20
 _IMPORT = re.compile(r"^import [^;]+;\n", re.MULTILINE)
 _STAR = re.compile(r"^import \* as (\w+) from \"\./([\w.]+)\";", re.MULTILINE)
 _EXPORTED = re.compile(r"^export (?:async )?(?:function|class|const) (\w+)", re.MULTILINE)
@@ -28,9 +31,23 @@ def report_data(run_dir: Path) -> dict[str, Any]:
     run = WatchedRun(run_dir.absolute().name, run_dir)
     run.read_all()
     _, data = run.changes()
-    workers = workers_with_logs(run_dir)[:_LOGS]  # rank 0 is among them, unless it was replaced
-    logs = {str(id): part.text for id in workers if (part := read_log(run_dir, id, max_bytes=_LOG_BYTES)) is not None}
-    return data | {"logs": logs, "made": time.strftime("%Y-%m-%d %H:%M")}
+    with run.view() as view:
+        logs, note = _logs(run_dir, view.history)
+    return data | {"logs": logs, "logsNote": note, "made": time.strftime("%Y-%m-%d %H:%M")}
+
+
+def _logs(run_dir: Path, history: RunHistory) -> tuple[dict[str, str], str]:
+    """The ends of the logs of the workers, and what the report says about them.
+
+    If there are too many workers, those that died are shown, then the members of the last generation, then the newest others.
+    """
+    found = workers_with_logs(run_dir)
+    died = {worker for worker, life in history.workers.items() if life.state == "died"}
+    kept = sorted(found, key=lambda worker: (worker not in died, worker not in history.members, -worker))[:_LOGS]
+    nbytes = min(_LOG_BYTES, _ALL_LOGS_BYTES // max(1, len(kept)))
+    parts = {worker: read_log(run_dir, worker, max_bytes=nbytes) for worker in sorted(kept)}
+    left_out = f"the logs of {plural(len(found) - len(kept), 'more worker')} are in the run folder" if found[_LOGS:] else ""
+    return {str(worker): part.text + part.unfinished for worker, part in parts.items() if part}, note_on_logs(run_dir) or left_out
 
 
 def report_html(data: dict[str, Any]) -> str:
@@ -39,7 +56,6 @@ def report_html(data: dict[str, Any]) -> str:
     Raises:
         UsageError: plotly is not installed.
     """
-    html = (STATIC / "page.html").read_text()
     embedded = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     parts = {
         '<link rel="stylesheet" href="static/page.css">': f"<style>\n{(STATIC / 'page.css').read_text()}</style>",
@@ -49,11 +65,9 @@ def report_html(data: dict[str, Any]) -> str:
         "</body>": f'<script type="application/json" id="report-data">{embedded}</script>\n'
         f'<script type="module">\n{_for_script(join_modules())}</script>\n</body>',
     }
-    for old, new in parts.items():
-        assert html.count(old) == 1, old
-        before, after = html.split(old)
-        html = before + new + after
-    return html
+    page = (STATIC / "page.html").read_text()
+    assert all(page.count(old) == 1 for old in parts)
+    return re.sub("|".join(map(re.escape, parts)), lambda found: parts[found[0]], page)  # at once: plotly may contain any of them
 
 
 def join_modules() -> str:

@@ -9,22 +9,27 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
+from collections.abc import Sequence
 from itertools import count
 from typing import Any
 
-from lockstep.dashboard.row_sums import MetricsRow, StepRow, short
 from lockstep.dashboard.run_history import RunHistory
+from lockstep.dashboard.step_groups import StepGroup, ValueGroup, short
 from lockstep.dashboard.step_tiers import StepTiers
 from lockstep.recording.breakdown import breakdown
+from lockstep.recording.costs_text import LEAST_WAIT, costs_text
 from lockstep.recording.reader import NewRecords
 from lockstep.recording.records import CHECKPOINT, EVALUATE, RECOVERY, Metrics, StepRecord
 from lockstep.recording.summary import RunSummary
+from lockstep.recording.waits import waits
 
 MAX_METRICS = 64
 """So many names of logged values are shown, in the order in which they first appear."""
 _MAX_PAUSES = 2000
 _MIN_PAUSE_S = 0.005
 _RECENT = 400
+_RECENT_STEPS = 12
+"""Of so many workers that 400 records are fewer steps, more records are kept."""
 _RARE = frozenset({CHECKPOINT, EVALUATE, RECOVERY})
 
 
@@ -36,8 +41,8 @@ class RunView:
         self.version = 1
         self.history = RunHistory()
         self.summary = RunSummary()
-        self.steps: StepTiers[StepRow] = StepTiers(StepRow)
-        self.metrics: StepTiers[MetricsRow] = StepTiers(MetricsRow)
+        self.steps: StepTiers[StepGroup] = StepTiers(StepGroup)
+        self.metrics: StepTiers[ValueGroup] = StepTiers(ValueGroup)
         self.latest: dict[int, StepRecord] = {}
         """The newest record of each worker."""
         self.values: dict[str, float] = {}
@@ -56,7 +61,9 @@ class RunView:
         self._recent: list[tuple[int, int, StepRecord]] = []
         """A heap of those with the largest steps: older files are read after newer ones."""
         self._order = count()
-        self._sums_version, self._costs, self._summary_lines = 0, breakdown(()), list[str]()
+        self._sums_version, self._costs_text, self._summary_lines = 0, "", list[str]()
+        self._waits: dict[int, tuple[float, int | None]] = {}
+        self._new_records = 0
         self._samples = 0.0
 
     def feed(self, found: NewRecords) -> bool:
@@ -88,8 +95,8 @@ class RunView:
         return {
             "version": self.version,
             "run": self._facts(),
-            "steps": self.steps.changes(since, lambda row: row.to_json(began)),
-            "metrics": self.metrics.changes(since, lambda row: row.to_json(began)),
+            "steps": self.steps.changes(since, lambda group: group.to_json(began)),
+            "metrics": self.metrics.changes(since, lambda group: group.to_json(began)),
             "workers": workers,
             "pauses": pauses,
             "summary": self._summary_lines,
@@ -109,18 +116,18 @@ class RunView:
     def samples(self) -> int:
         """How many samples were committed. Steps that were not recorded count as many as recorded ones near them."""
         last, total = 0, 0.0
-        for row in self.steps.coarse():
-            total += row.samples_per_step * (row.last - last)
-            last = row.last
+        for group in self.steps.coarse():
+            total += group.samples_per_step * (group.last - last)
+            last = group.last
         self._samples = max(self._samples, total)  # so that the number never falls
         return round(self._samples)
 
     @property
     def samples_per_s(self) -> float:
         """Over the last recorded steps."""
-        rows = list(self.steps.fine())[-20:]
-        seconds = sum(row.seconds / row.size for row in rows if row.size)
-        return sum(row.samples for row in rows) / seconds if seconds else 0.0
+        groups = list(self.steps.fine())[-20:]
+        seconds = sum(group.seconds / group.size for group in groups if group.size)
+        return sum(group.samples for group in groups) / seconds if seconds else 0.0
 
     def _take_record(self, record: StepRecord) -> None:
         self.newest_record = max(self.newest_record, record.at + record.seconds)
@@ -131,9 +138,10 @@ class RunView:
             return
         if record.step < 1 or not math.isfinite(record.at):
             return
-        self.steps.add(record.step, self.version, lambda row: row.add(record))
-        push = heapq.heappush if len(self._recent) < _RECENT else heapq.heappushpop
+        self.steps.add(record.step, self.version, lambda group: group.add(record))
+        push = heapq.heappush if len(self._recent) < max(_RECENT, _RECENT_STEPS * record.size) else heapq.heappushpop
         push(self._recent, (record.step, next(self._order), record))
+        self._new_records += 1
         if record.committed:
             self.step = max(self.step, record.step)
         before = self.latest.get(record.worker)
@@ -164,10 +172,10 @@ class RunView:
         self.step = max(self.step, metrics.step)
         kept = Metrics(metrics.step, metrics.at, known)
         if metrics.step >= 1:
-            self.metrics.add(metrics.step, self.version, lambda row: row.add(kept))
+            self.metrics.add(metrics.step, self.version, lambda group: group.add(kept))
 
     def _facts(self) -> dict[str, Any]:
-        history, costs = self.history, self._costs
+        history = self.history
         return {
             "name": self.name,
             "began": history.began,
@@ -179,9 +187,7 @@ class RunView:
             "generation": history.generations[-1].number if history.generations else None,
             "members": list(history.members),
             "failures": self.failures,
-            "hidden": short(costs.hidden) if costs.hidden is not None else None,
-            "exactness": short(costs.exactness),
-            "balance": short(costs.lane_balance),
+            "costs": self._costs_text,
             "checkpoint": history.checkpoint_step,
             "rate": short(self.samples_per_s),
             "verdict": history.verdict,
@@ -192,7 +198,9 @@ class RunView:
         """Compute what takes long, once for each version."""
         if self._sums_version != self.version:
             self._sums_version = self.version
-            self._costs = breakdown(record for *_, record in self._recent)
+            if self._new_records * 20 >= len(self._recent) or self.history.ended:  # of many workers it takes long
+                recent, self._new_records = [record for *_, record in self._recent], 0
+                self._costs_text, self._waits = costs_text(recent), waits_of_workers(recent)
             self._summary_lines = list(self.history.summary) or self.summary.lines()
 
     def _worker(self, id: int) -> dict[str, Any]:
@@ -204,8 +212,20 @@ class RunView:
             "lanes": list(record.lanes),
             "size": record.size,
             "generation": record.generation,
+            "waits": self._waits.get(id),
             "memory": record.memory_bytes,
             "gpuMemory": record.gpu_memory_bytes,
             "gpu": record.gpu_percent,
             "phases": {phase: round(record.phase_s(phase), 6) for phase in dict.fromkeys(span.phase for span in record.spans)},
         }
+
+
+def waits_of_workers(records: Sequence[StepRecord]) -> dict[int, tuple[float, int | None]]:
+    """For each worker the part of a step that it waits, and the worker for which it waits most. None: for none of them long."""
+    found: dict[int, tuple[float, int | None]] = {}
+    waited = waits(records)
+    for each in breakdown(records).workers:
+        longest = waited[each.worker].longest if each.worker in waited else None
+        whom = longest[0] if longest is not None and longest[1] >= LEAST_WAIT * each.seconds else None
+        found[each.worker] = (short(each.waits_s / each.seconds) or 0.0 if each.seconds else 0.0, whom)
+    return found

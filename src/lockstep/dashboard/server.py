@@ -13,8 +13,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from dataclasses import asdict
 from typing import Any
 
 from starlette.applications import Starlette
@@ -23,7 +25,7 @@ from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 
 from lockstep.dashboard.access import Access, AccessMiddleware
-from lockstep.dashboard.log_parts import read_log, workers_with_logs
+from lockstep.dashboard.log_parts import note_on_logs, read_log, workers_with_logs
 from lockstep.dashboard.page_files import PAGE_FILES, STATIC, plotly_file
 from lockstep.dashboard.prometheus_text import CONTENT_TYPE, prometheus_text
 from lockstep.dashboard.run_list import RunList
@@ -39,6 +41,8 @@ _SCRAPED_S = 900.0
 _BEAT_S = 2.0
 _PAUSE_S = 0.25
 """A stream sends at most this often."""
+_NUMBER = re.compile(r"-?[0-9]{1,18}")
+"""Of a worker, and of a position in a log. A number with thousands of digits would be an error for ``int``."""
 
 
 class Server:
@@ -118,18 +122,17 @@ class Server:
     async def _logs(self, request: Request) -> Response:
         path = await asyncio.to_thread(self._runs.path, request.query_params.get("run", ""))
         if path is None:
-            return JSONResponse([])
-        return JSONResponse(await asyncio.to_thread(workers_with_logs, path))
+            return JSONResponse({"workers": [], "note": "there is no such run any more"})
+        workers, note = await asyncio.to_thread(lambda: (workers_with_logs(path), note_on_logs(path)))
+        return JSONResponse({"workers": workers, "note": note})
 
     async def _log(self, request: Request) -> Response:
         path = await asyncio.to_thread(self._runs.path, request.query_params.get("run", ""))
-        worker, start = request.query_params.get("worker", ""), request.query_params.get("start", "-1")
-        if path is None or not (worker.isascii() and worker.isdecimal()) or not start.removeprefix("-").isdecimal():
+        worker, start = (_NUMBER.fullmatch(request.query_params.get(name, "-1")) for name in ("worker", "start"))
+        if path is None or worker is None or start is None:
             return _not_found("There is no such log.")
-        part = await asyncio.to_thread(read_log, path, int(worker), int(start))
-        if part is None:
-            return _not_found(f"Worker {int(worker)} has no log.")
-        return JSONResponse({"text": part.text, "end": part.end, "skipped": part.skipped})
+        part = await asyncio.to_thread(read_log, path, int(worker[0]), int(start[0]))
+        return _not_found(f"Worker {int(worker[0])} has no log.") if part is None else JSONResponse(asdict(part))
 
     async def _metrics(self, request: Request) -> Response:
         asked = request.query_params.getlist("run")
@@ -167,8 +170,8 @@ def _json_text(value: Any) -> str:
 
 def _shorten(changes: dict[str, Any]) -> None:
     """Leave out what the comparison of runs does not show."""
-    for row in [row for tier in ("coarse", "fine") for row in (changes["steps"] or {}).get(tier, ())]:
-        del row["w"], row["ph"]
+    for group in [group for tier in ("coarse", "fine") for group in (changes["steps"] or {}).get(tier, ())]:
+        del group["w"], group["ph"]
     changes |= {"workers": [], "lives": {}, "pauses": [], "entries": []}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from lockstep.dashboard.run_view import RunView
 from lockstep.recording.reader import RecordingReader
 
 _POLL_BYTES = 1 << 18
+_MOST_BYTES_OF_LINE = 1 << 16
 _LIVES = count(1)
 
 
@@ -32,14 +32,14 @@ class WatchedRun:
         self._lock = threading.Lock()
         self._reader = RecordingReader(run_dir)
         self._view = RunView(name)
-        self._file = self._inode()
+        self._first = self._first_line()
 
     def poll(self) -> bool:
         """Read what is new. Returns whether there may be more right now. It is called by one thread at a time."""
-        file = self._inode()
-        is_other = file is not None and file != self._file  # a new run uses the folder
+        first = self._first_line()
+        is_other = first != self._first and first is not None  # a new run uses the folder
         if is_other:
-            self._reader, self._file = RecordingReader(self.run_dir), file
+            self._reader, self._first = RecordingReader(self.run_dir), first
         found, state = self._reader.poll(max_bytes=_POLL_BYTES), state_of(self.run_dir)
         with self._lock:  # no longer than it needs: requests wait for it
             if is_other:
@@ -75,8 +75,11 @@ class WatchedRun:
         with self._lock:
             yield self._view
 
-    def _inode(self) -> int | None:
+    def _first_line(self) -> bytes | None:
+        """What tells a run from an earlier one in its folder: it says when the run began. None if it cannot be read now."""
         try:
-            return os.stat(self.run_dir / "events.jsonl").st_ino
+            with open(self.run_dir / "events.jsonl", "rb") as file:
+                line = file.readline(_MOST_BYTES_OF_LINE)
         except OSError:
             return None
+        return line or None

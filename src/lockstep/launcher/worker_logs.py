@@ -1,6 +1,6 @@
 """WorkerLogs: reads what the workers of a run have printed, in the order of time, once or as it grows. Changes nothing.
 
-The files are those of logs.py, in the folder of the run and, if the run has agents on this machine, in their folders below it.
+log_files.py says where the files are.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from lockstep.launcher.log_files import log_files
 from lockstep.launcher.logs import TIME_RECORD
 
 _BLOCK = 1 << 16
@@ -35,7 +36,7 @@ class WorkerLogs:
 
     def workers(self) -> list[int]:
         """Returns the workers of which there is a log here, wanted or not."""
-        return sorted({int(path.parent.name) for path in self._paths()})
+        return sorted({worker for worker, _ in log_files(self._run_dir)})
 
     def read(self, *, to_end: bool) -> Iterator[LogLine]:
         """Yield the lines that were not read yet. ``to_end``: also a last line without a line end."""
@@ -50,14 +51,9 @@ class WorkerLogs:
         return list(deque(self.read(to_end=to_end), maxlen=count))
 
     def _find_new(self) -> None:
-        for path in self._paths():
-            worker = int(path.parent.name)
+        for worker, path in log_files(self._run_dir):
             if path not in self._logs and self._is_wanted(worker):
                 self._logs[path] = _WorkerLog(path, worker)
-
-    def _paths(self) -> list[Path]:
-        found = [*self._run_dir.glob("workers/*/log.txt"), *self._run_dir.glob("machines/*/workers/*/log.txt")]
-        return sorted((path for path in found if path.parent.name.isdecimal()), key=lambda path: int(path.parent.name))
 
 
 class _WorkerLog:

@@ -6,10 +6,13 @@ from collections.abc import Sequence
 
 from lockstep.recording.breakdown import Breakdown, breakdown
 from lockstep.recording.records import BACKWARD, BODY, CHECKPOINT, DATA, EVALUATE, FORWARD, LANE, OPTIMIZER, WAITS, StepRecord
+from lockstep.recording.text import rank_text
 from lockstep.recording.waits import Waits, waits
 
 _FEWEST_STEPS = 10
 _LEAST_SHARE = 0.005
+LEAST_WAIT = 0.02
+"""Shorter waits for one worker, as a part of the step, are not worth its name."""
 _GROUPS = (
     ("computation", (FORWARD, BACKWARD, OPTIMIZER, BODY)),
     ("loading data", (DATA,)),
@@ -34,18 +37,19 @@ def costs_text(records: Sequence[StepRecord]) -> str:
         if share >= _LEAST_SHARE:
             parts.append(f"{share:.0%} {name}" if share >= 0.05 else f"{share:.1%} {name}")
             if phases == tuple(WAITS):
-                parts[-1] += _waited_for(waits(records), costs.seconds)
+                parts[-1] += _waited_for(waits(records), costs)
     return "; ".join([f"a step: {', '.join(parts)}", *_further(costs)])
 
 
-def _waited_for(found: dict[int, Waits], step_s: float) -> str:
+def _waited_for(found: dict[int, Waits], costs: Breakdown) -> str:
     """The worker for which the others wait longest, if they wait long."""
     total: dict[int, float] = {}
     for each in found.values():
-        for rank, seconds in each.for_rank.items():
-            total[rank] = total.get(rank, 0.0) + seconds / len(found)
-    longest_s, rank = max(((seconds, rank) for rank, seconds in total.items()), default=(0.0, 0))
-    return f" (most for rank {rank})" if longest_s >= 0.02 * step_s else ""
+        for worker, seconds in each.for_worker.items():
+            total[worker] = total.get(worker, 0.0) + seconds / len(found)
+    longest_s, worker = max(((seconds, worker) for worker, seconds in total.items()), default=(0.0, 0))
+    ranks = {each.worker: each.rank for each in costs.workers}
+    return f" (most for {rank_text(ranks.get(worker, worker), worker)})" if longest_s >= LEAST_WAIT * costs.seconds else ""
 
 
 def _further(costs: Breakdown) -> list[str]:

@@ -59,6 +59,8 @@ class JsonLinesTail:
         self.has_more = False
         try:
             with open(self._path, "rb") as file:
+                if os.fstat(file.fileno()).st_size < self._offset:  # another run has taken the folder
+                    self._offset = 0
                 file.seek(self._offset)
                 data = file.read(-1 if max_bytes is None else max_bytes)
         except OSError:

@@ -19,6 +19,7 @@ from lockstep.recording.excess import Excess, begin_of, excess_by_lanes, excess_
 from lockstep.recording.records import StepRecord
 from lockstep.recording.slow_link import link_excess, slowest_link, usual_transport
 from lockstep.recording.step_rows import RowBuilder, StepRow, rows_of
+from lockstep.recording.text import rank_text
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Straggler:
         without = "with as many lanes on every worker" if self.cause == LANES else "without it"
         cause = words.get(self.cause) or self.detail or "the cause is not known"
         faster = f"the run would be {self.speedup * 100:.0f}% faster {without}"
-        return f"rank {self.rank} is last in {self.share * 100:.0f}% of steps, by {behind}: {cause}; {faster}"
+        return f"{rank_text(self.rank, self.worker)} is last in {self.share * 100:.0f}% of steps, by {behind}: {cause}; {faster}"
 
 
 class _Evidence(NamedTuple):

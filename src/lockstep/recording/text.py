@@ -46,6 +46,11 @@ def printable(text: str) -> str:
     return "".join(each if each.isprintable() else "?" for each in text)
 
 
+def rank_text(rank: int, worker: int) -> str:
+    """ "rank 2", and "rank 2 (worker 5)" if the worker does not have the number of its rank, as after a replacement."""
+    return f"rank {rank}" if rank == worker else f"rank {rank} (worker {worker})"
+
+
 def plural(number: int, noun: str) -> str:
     """ "1 worker", "2 workers"."""
     return f"{number} {noun}{'' if number == 1 else 's'}"

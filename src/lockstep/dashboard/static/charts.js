@@ -7,6 +7,8 @@ import { baseLayout, color, translucent } from "./theme.js";
 
 export const LINES = ["#3b76d1", "#d9792b", "#2f9a78", "#b8568f", "#8a6bd1", "#a08a1f", "#4aa3bf", "#c14f4f"];
 
+const MOST_LABELS = 40; // of more workers, Plotly shows the numbers that fit
+
 export const PHASE_TEXT = {
   data: "waits for data", lane: "prepares lanes, adds gradients", forward: "forward", backward: "backward",
   optimizer: "optimizer", body: "loop body", exchange: "waits for gradients", confirm: "waits for the commit",
@@ -18,11 +20,11 @@ export function axisTitle(view) {
 }
 
 function xFor(view) {
-  return view.axis === "step" ? (row) => row.e : (row) => row.t;
+  return view.axis === "step" ? (group) => group.e : (group) => group.t;
 }
 
-function xOf(rows, view) {
-  return rows.map(xFor(view));
+function xOf(groups, view) {
+  return groups.map(xFor(view));
 }
 
 // Ticks of a time axis as 0:30, 1:00 ...: Plotly knows dates, not durations.
@@ -32,6 +34,13 @@ export function timeTicks(from, to, room = 7) {
   const values = [];
   for (let at = Math.ceil(from / step) * step; at <= to; at += step) values.push(at);
   return { tickmode: "array", tickvals: values, ticktext: values.map(clock) };
+}
+
+// The y axis of a chart with a line for each worker, whose y values are `lines`: "run", or the number of a worker.
+export function workerAxis(store, lines) {
+  const labels = { tickmode: "array", tickvals: lines, ticktext: lines.map((line) => (line === "run" ? line : store.nameOf(Number(line)))) };
+  return { type: "category", autorange: "reversed", showgrid: false, categoryorder: "array", categoryarray: lines,
+    title: { text: "worker", standoff: 4, font: { size: 11 } }, ...(lines.length <= MOST_LABELS ? labels : {}) };
 }
 
 export function layoutFor(view, xs, narrow) {
@@ -52,71 +61,71 @@ function lines(x, y, tint, more, dash = "solid") {
 }
 
 export function metricFigure(store, name, view, narrow) {
-  const rows = store.metrics.rows().filter((row) => name in row.v);
-  const xs = xOf(rows, view);
-  const values = rows.map((row) => row.v[name]?.[0] ?? null);
+  const groups = store.metrics.groups().filter((group) => name in group.v);
+  const xs = xOf(groups, view);
+  const values = groups.map((group) => group.v[name]?.[0] ?? null);
   const layout = layoutFor(view, xs, narrow);
   const tint = LINES[0];
   const data = [];
-  if (rows.some((row) => row.v[name] && row.v[name][1] < row.v[name][2])) {
+  if (groups.some((group) => group.v[name] && group.v[name][1] < group.v[name][2])) {
     const band = { x: xs, mode: "lines", line: { width: 0 }, hoverinfo: "skip" };
-    data.push({ ...band, y: rows.map((row) => row.v[name]?.[1] ?? null) });
-    data.push({ ...band, y: rows.map((row) => row.v[name]?.[2] ?? null), fill: "tonexty", fillcolor: translucent(tint, 0.14) });
+    data.push({ ...band, y: groups.map((group) => group.v[name]?.[1] ?? null) });
+    data.push({ ...band, y: groups.map((group) => group.v[name]?.[2] ?? null), fill: "tonexty", fillcolor: translucent(tint, 0.14) });
   }
   data.push(...lines(xs, values, tint, { name, hovertemplate: `%{y:.5g}<extra>${forHover(name)}</extra>` }));
   return { data, layout };
 }
 
 export function throughputFigure(store, view, narrow) {
-  const rows = grouped(visible(store.steps.rows(), view, xFor(view)), narrow ? 120 : 240);
-  const xs = xOf(rows, view);
+  const groups = grouped(visible(store.steps.groups(), view, xFor(view)), narrow ? 120 : 240);
+  const xs = xOf(groups, view);
   const layout = layoutFor(view, xs, narrow);
-  const hasSamples = rows.some((row) => row.r > 0);
-  const values = rows.map((row) => (hasSamples ? row.r : row.q));
+  const hasSamples = groups.some((group) => group.r > 0);
+  const values = groups.map((group) => (hasSamples ? group.r : group.q));
   Object.assign(layout.yaxis, { range: [0, Math.max(...values.map((value) => value ?? 0), 1e-9) * 1.08] });
   const data = lines(xs, values, LINES[2], {
-    fill: "tozeroy", fillcolor: translucent(LINES[2], 0.08), customdata: rows.map((row) => [row.q, row.n]),
+    fill: "tozeroy", fillcolor: translucent(LINES[2], 0.08), customdata: groups.map((group) => [group.q, group.n]),
     hovertemplate: (hasSamples ? "%{y:.5g} samples/s<br>" : "") + "%{customdata[0]:.4g} steps/s<br>%{customdata[1]:.3g} workers<extra></extra>",
   });
   return { data, layout };
 }
 
 export function breakdownFigure(store, view, narrow) {
-  const rows = grouped(visible(store.steps.rows(), view, xFor(view)), narrow ? 90 : 160);
-  const xs = xOf(rows, view);
+  const groups = grouped(visible(store.steps.groups(), view, xFor(view)), narrow ? 90 : 160);
+  const xs = xOf(groups, view);
   const layout = layoutFor(view, xs, narrow);
-  const totals = rows.map((row) => Object.values(row.ph).reduce((sum, each) => sum + each, 0) * 1000);
+  const totals = groups.map((group) => Object.values(group.ph).reduce((sum, each) => sum + each, 0) * 1000);
   const most = Math.max(...totals, 1e-6);
   const top = Math.min(most, 1.5 * quantile(totals, 0.95)) * 1.05;
   const cut = totals.filter((each) => each > top).length;
   Object.assign(layout.yaxis, { range: [0, top], ticksuffix: " ms" });
-  const used = PHASES.filter((phase) => rows.some((row) => row.ph[phase] > 0));
+  const used = PHASES.filter((phase) => groups.some((group) => group.ph[phase] > 0));
   const data = used.map((phase) => ({
-    x: xs, y: rows.map((row) => (row.ph[phase] ?? 0) * 1000), name: PHASE_TEXT[phase], stackgroup: "phases", mode: "lines",
+    x: xs, y: groups.map((group) => (group.ph[phase] ?? 0) * 1000), name: PHASE_TEXT[phase], stackgroup: "phases", mode: "lines",
     line: { width: 0, color: color(`phase-${phase}`) }, fillcolor: color(`phase-${phase}`),
     hovertemplate: `%{y:.3~f} ms<extra>${PHASE_TEXT[phase]}</extra>`,
   }));
   return { data, layout, used, cut };
 }
 
-// Columns of the heat map: the borders of each row of steps, and an empty column where the run wrote nothing for long.
-function columns(rows, view) {
+// Columns of the heat map: the borders of each group of steps, and an empty column where the run wrote nothing for long.
+function columns(groups, view) {
   const edges = [];
   const kept = [];
-  rows.forEach((row, index) => {
-    const next = rows[index + 1];
+  groups.forEach((group, index) => {
+    const next = groups[index + 1];
     if (view.axis === "step") {
-      edges.push(row.s - 0.5);
-      kept.push(row);
-      if (!next) edges.push(row.e + 0.5);
+      edges.push(group.s - 0.5);
+      kept.push(group);
+      if (!next) edges.push(group.e + 0.5);
       return;
     }
-    const long = Math.max(row.t * 2 - row.b * 2, (row.e - row.s + 1) * (row.d || 0));
-    edges.push(row.b);
-    kept.push(row);
-    if (!next) edges.push(row.b + long);
-    else if (next.b > row.b + 2 * long + 0.5) {
-      edges.push(row.b + long);
+    const long = Math.max(group.t * 2 - group.b * 2, (group.e - group.s + 1) * (group.d || 0));
+    edges.push(group.b);
+    kept.push(group);
+    if (!next) edges.push(group.b + long);
+    else if (next.b > group.b + 2 * long + 0.5) {
+      edges.push(group.b + long);
       kept.push(null);
     }
   });
@@ -124,24 +133,24 @@ function columns(rows, view) {
 }
 
 export function heatFigure(store, view, narrow) {
-  const rows = grouped(visible(store.steps.rows(), view, xFor(view)), narrow ? 60 : 120);
-  const workers = [...new Set([...store.members, ...rows.flatMap((row) => Object.keys(row.w).map(Number))])].sort((a, b) => a - b);
-  const { edges, kept } = columns(rows, view);
+  const groups = grouped(visible(store.steps.groups(), view, xFor(view)), narrow ? 60 : 120);
+  const workers = [...new Set([...store.members, ...groups.flatMap((group) => Object.keys(group.w).map(Number))])].sort((a, b) => a - b);
+  const { edges, kept } = columns(groups, view);
   const layout = layoutFor(view, [edges[0], edges[edges.length - 1]], narrow);
-  const typical = kept.map((row) => (row ? median(Object.values(row.w).map((each) => each[0])) : 0));
-  const z = workers.map((id) => kept.map((row, at) => (row?.w[id] && typical[at] ? row.w[id][0] / typical[at] : null)));
-  const detail = workers.map((id) => kept.map((row) => {
-    if (!row) return "";
-    const steps = row.s === row.e ? `step ${row.s}` : `steps ${row.s} to ${row.e}`;
-    const own = row.w[id];
-    return own ? `worker ${id}, ${steps}<br>own work ${duration(own[0])}, lanes: ${own[1]}` : `worker ${id}, ${steps}<br>does not take part`;
+  const typical = kept.map((group) => (group ? median(Object.values(group.w).map((each) => each[0])) : 0));
+  const z = workers.map((id) => kept.map((group, at) => (group?.w[id] && typical[at] ? group.w[id][0] / typical[at] : null)));
+  const detail = workers.map((id) => kept.map((group) => {
+    if (!group) return "";
+    const steps = group.s === group.e ? `step ${group.s}` : `steps ${group.s} to ${group.e}`;
+    const own = group.w[id];
+    return own ? `worker ${store.nameOf(id)}, ${steps}<br>own work ${duration(own[0])}, lanes: ${own[1]}` : `worker ${id}, ${steps}<br>does not take part`;
   }));
   const names = workers.map((id) => `${id}`);
   const scale = ["fast", "even", "slow", "slower", "slowest"].map((name, index) => [index / 4, color(`heat-${name}`)]);
   const gap = workers.length > 24 ? 0 : 2;
   // Not known yet: a member whose records of the newest steps are on their way.
-  const isPending = (id, row) => row && store.members.includes(id) && (store.workers.get(id)?.step ?? 0) < row.s && store.run.ended === null;
-  const absent = workers.map((id, line) => kept.map((row, at) => (z[line][at] === null && !isPending(id, row) ? 1 : null)));
+  const isPending = (id, group) => group && store.members.includes(id) && (store.workers.get(id)?.step ?? 0) < group.s && store.run.ended === null;
+  const absent = workers.map((id, line) => kept.map((group, at) => (z[line][at] === null && !isPending(id, group) ? 1 : null)));
   const data = [{
     type: "heatmap", x: edges, y: names, z: absent, text: detail, showscale: false,
     colorscale: [[0, color("absent")], [1, color("absent")]], ygap: gap, hoverongaps: false, hovertemplate: "%{text}<extra></extra>",
@@ -163,27 +172,26 @@ export function heatFigure(store, view, narrow) {
   layout.hovermode = "closest";
   layout.margin.t = 14;
   layout.xaxis.showgrid = false;
-  Object.assign(layout.yaxis, { type: "category", autorange: "reversed", showgrid: false, categoryorder: "array", categoryarray: names,
-    title: { text: "worker", standoff: 4, font: { size: 11 } } });
+  Object.assign(layout.yaxis, workerAxis(store, names));
   if (!view.range && edges.length) Object.assign(layout.xaxis, { autorange: false, range: [edges[0], edges[edges.length - 1]] });
-  return { data, layout, rows: workers.length };
+  return { data, layout, lines: workers.length };
 }
 
-// One line for each of some runs. `pick` returns the rows, and `value` a row's value.
+// One line for each of some runs. `pick` returns the groups, and `value` a group's value.
 export function overlayFigure(stores, pick, value, view, narrow, fromZero = false) {
   const found = stores.map((store) => visible(pick(store), view, xFor(view)));
-  const xs = found.flatMap((rows) => xOf(rows, view)).sort((a, b) => a - b);
+  const xs = found.flatMap((groups) => xOf(groups, view)).sort((a, b) => a - b);
   const layout = layoutFor(view, xs, narrow);
   if (fromZero) layout.yaxis.rangemode = "tozero";
-  const data = found.flatMap((rows, index) => lines(xOf(rows, view), rows.map(value), LINES[index % LINES.length], {
+  const data = found.flatMap((groups, index) => lines(xOf(groups, view), groups.map(value), LINES[index % LINES.length], {
     name: stores[index].name, hovertemplate: `%{y:.5g}<extra>${forHover(stores[index].name)}</extra>`,
   }, index < LINES.length ? "solid" : "dash"));
   return { data, layout };
 }
 
 export function textOfMetric(store, name) {
-  const rows = store.metrics.rows();
-  const [first, last] = [rows.find((row) => row.v[name]), rows.findLast((row) => row.v[name])];
+  const groups = store.metrics.groups();
+  const [first, last] = [groups.find((group) => group.v[name]), groups.findLast((group) => group.v[name])];
   if (!last) return `${name}: no value yet`;
   return `${name}: ${number(first.v[name][0])} at step ${first.s}, ${number(last.v[name][0])} at step ${last.e}`;
 }

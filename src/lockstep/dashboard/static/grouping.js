@@ -1,47 +1,47 @@
-// Fewer rows: neighbours are joined, so that a chart has no more columns than can be seen, and a lasting difference stands out of noise.
+// Fewer groups: neighbours are joined, so that a chart has no more columns than can be seen, and a lasting difference stands out of noise.
 
-// The rows that are shown, and one more on each side.
-export function visible(rows, view, x) {
-  if (!view.range) return rows;
+// The groups that are shown, and one more on each side.
+export function visible(groups, view, x) {
+  if (!view.range) return groups;
   const [from, to] = view.range;
-  const first = Math.max(0, rows.findIndex((row) => x(row) >= from) - 1);
-  const after = rows.findIndex((row) => x(row) > to);
-  return rows.slice(first, after < 0 ? rows.length : after + 1);
+  const first = Math.max(0, groups.findIndex((group) => x(group) >= from) - 1);
+  const after = groups.findIndex((group) => x(group) > to);
+  return groups.slice(first, after < 0 ? groups.length : after + 1);
 }
 
-// At most `most` rows. Each column has about the same number of steps, so that columns are as wide as each other.
-export function grouped(rows, most) {
-  if (rows.length <= most) return rows;
-  const [first, last] = [rows[0].s, rows[rows.length - 1].e];
+// At most `most` groups. Each column has about the same number of steps, so that columns are as wide as each other.
+export function grouped(groups, most) {
+  if (groups.length <= most) return groups;
+  const [first, last] = [groups[0].s, groups[groups.length - 1].e];
   const width = Math.ceil((last - first + 1) / most);
   const found = new Map();
-  for (const row of rows) {
-    const key = Math.floor(row.e / width);
-    if (found.has(key)) found.get(key).push(row); else found.set(key, [row]);
+  for (const group of groups) {
+    const key = Math.floor(group.e / width);
+    if (found.has(key)) found.get(key).push(group); else found.set(key, [group]);
   }
   return [...found.values()].map((members) => (members.length === 1 ? members[0] : joined(members)));
 }
 
-function joined(rows) {
-  const weights = rows.map((row) => row.e - row.s + 1);
+function joined(groups) {
+  const weights = groups.map((group) => group.e - group.s + 1);
   const mean = (pick) => {
     let [sum, total] = [0, 0];
-    rows.forEach((row, at) => {
-      const value = pick(row);
+    groups.forEach((group, at) => {
+      const value = pick(group);
       if (value !== null && value !== undefined) [sum, total] = [sum + value * weights[at], total + weights[at]];
     });
     return total ? sum / total : null;
   };
-  const all = (name) => [...new Set(rows.flatMap((row) => Object.keys(row[name])))];
-  const time = mean((row) => row.d);
-  const [first, last] = [rows[0], rows[rows.length - 1]];
+  const all = (name) => [...new Set(groups.flatMap((group) => Object.keys(group[name])))];
+  const time = mean((group) => group.d);
+  const [first, last] = [groups[0], groups[groups.length - 1]];
   return {
-    s: first.s, e: last.e, b: first.b, t: mean((row) => row.t), d: time, n: mean((row) => row.n),
+    s: first.s, e: last.e, b: first.b, t: mean((group) => group.t), d: time, n: mean((group) => group.n),
     // Rates are means over time: all samples by all seconds.
-    r: time ? mean((row) => (row.r ?? 0) * (row.d ?? 0)) / time : null, q: time ? 1 / time : null,
-    ph: Object.fromEntries(all("ph").map((phase) => [phase, mean((row) => row.ph[phase] ?? 0)])),
+    r: time ? mean((group) => (group.r ?? 0) * (group.d ?? 0)) / time : null, q: time ? 1 / time : null,
+    ph: Object.fromEntries(all("ph").map((phase) => [phase, mean((group) => group.ph[phase] ?? 0)])),
     w: Object.fromEntries(all("w").map((id) => [id, [0, 1, 2].map((index) => {
-      const value = mean((row) => row.w[id]?.[index]);
+      const value = mean((group) => group.w[id]?.[index]);
       return index === 1 ? Math.round(value) : value;
     })])),
   };

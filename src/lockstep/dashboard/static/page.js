@@ -45,7 +45,7 @@ function showRun(name) {
       shown = mountRun(root, store, view, redraw);
       document.title = `${name} · Lockstep`;
       mountLogs(shown.logs, () => getJson("api/logs", [["run", name]]),
-        (worker, start) => getJson("api/log", [["run", name], ["worker", worker], ["start", start]]), true);
+        (worker, start) => getJson("api/log", [["run", name], ["worker", worker], ["start", start]]), store, true);
     }
     update();
   };

@@ -11,10 +11,9 @@ const reportStore = new RunStore(reportData.run.name);
 const reportView = { axis: "step", range: null };
 reportStore.apply(reportData);
 const reportPage = mountRun(document.getElementById("content"), reportStore, reportView, () => reportPage.charts.drawAll());
-const logOf = (worker, start) => ({ text: start < 0 ? reportData.logs[worker] : "", end: 0, skipped: false });
+const readList = async () => ({ workers: Object.keys(reportData.logs).map(Number), note: reportData.logsNote });
+const readPart = async (worker, start) => ({ text: start < 0 ? reportData.logs[worker] : "", unfinished: "", end: 0, skipped: false });
 document.getElementById("crumbs").replaceChildren(make("span", {}, `Report of ${reportData.made}`));
 startControls(reportView, () => reportPage.charts.drawAll(), () => reportPage.charts, () => {});
-if (Object.keys(reportData.logs).length) {
-  mountLogs(reportPage.logs, async () => Object.keys(reportData.logs).map(Number), async (worker, start) => logOf(worker, start), false);
-}
+mountLogs(reportPage.logs, readList, readPart, reportStore, false);
 reportPage.render();

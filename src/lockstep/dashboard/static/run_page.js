@@ -75,7 +75,7 @@ export class Charts {
     const makeFigure = this.figures.get(element);
     const figure = makeFigure?.(element.clientWidth < 520, element);
     if (!figure || !element.clientWidth) return;
-    if (figure.rows) element.style.height = `${Math.min(900, Math.max(170, 70 + figure.rows * 26))}px`;
+    if (figure.lines) element.style.height = `${Math.min(900, Math.max(170, 70 + figure.lines * 26))}px`;
     figure.layout.width = element.clientWidth;
     figure.layout.height = element.clientHeight;
     this.extent = this.view.range ? this.extent : figure.layout.xaxis.range ?? this.extent;
@@ -127,9 +127,10 @@ export function mountRun(root, store, view, redraw) {
   const throughput = chartCard("throughput", "Throughput", "Committed samples per second.");
   const breakdown = chartCard("breakdown", "Where a step spends its time", "Mean over the workers, for each step.");
   const heat = chartCard("heat", "Workers against each other",
-    "Own work, relative to the median of the same steps. Red: slower than the others. Dark: takes no part.");
+    "The time that a worker works itself, relative to the median of the workers in the same steps. Orange and red cells are slow "
+    + "workers. In dark cells the worker did not train.");
   const timeline = chartCard("timeline", "Generations and faults",
-    "Each bar is a worker in one generation. Narrow: it recovers, saves or evaluates.", "wide");
+    "A bar is a worker in one generation. The narrow parts are recoveries, checkpoints, evaluations and time outside the loop.", "wide");
   const [workersCard, workersBody] = workersTable();
   const entries = make("ol", { class: "entries", tabindex: "0", "aria-label": "What happened, newest first" });
   const happened = card("happened", "What happened", null, entries);
@@ -141,14 +142,14 @@ export function mountRun(root, store, view, redraw) {
   const first = chartCard("metric-0", "Logged values", "");
   root.replaceChildren(
     make("div", { class: "title" }, title, state), verdict, factsList, summary,
-    make("div", { class: "grid" }, first, throughput, breakdown, heat, timeline, workersCard, happened), metricsGrid, logs);
+    make("div", { class: "grid" }, first, throughput, breakdown, heat, timeline, workersCard, happened), logs, metricsGrid);
 
   const chartOf = (section) => section.querySelector(".chart");
   const metricCards = [first];
   charts.add(chartOf(first), (narrow, element) => drawMetric(store, view, narrow, element, 0));
-  charts.add(chartOf(throughput), (narrow) => store.steps.rows().length && throughputFigure(store, view, narrow));
+  charts.add(chartOf(throughput), (narrow) => store.steps.groups().length && throughputFigure(store, view, narrow));
   charts.add(chartOf(breakdown), (narrow) => drawBreakdown(store, view, narrow, breakdown));
-  charts.add(chartOf(heat), (narrow) => store.steps.rows().length && heatFigure(store, view, narrow));
+  charts.add(chartOf(heat), (narrow) => store.steps.groups().length && heatFigure(store, view, narrow));
   chartOf(timeline).dataset.alone = "yes";
   charts.add(chartOf(timeline), (narrow) => store.generations.length && timelineFigure(store, view, narrow));
 
@@ -171,7 +172,7 @@ export function mountRun(root, store, view, redraw) {
 }
 
 function workersTable() {
-  const names = ["Worker", "State", "Rank", "Step", "Lanes", "Own work", "Newest step", "Memory", "GPU"];
+  const names = ["Worker", "State", "Rank", "Step", "Lanes", "Own work", "Waits", "Newest step", "Memory", "GPU"];
   const body = make("tbody");
   const head = make("tr", {}, ...names.map((name) => make("th", { scope: "col" }, name)));
   const table = make("table", { class: "workers" }, make("thead", {}, head), body);
@@ -202,7 +203,7 @@ function addMetrics(store, view, charts, cards, grid) {
 }
 
 function drawBreakdown(store, view, narrow, section) {
-  if (!store.steps.rows().length) return null;
+  if (!store.steps.groups().length) return null;
   const figure = breakdownFigure(store, view, narrow);
   const legend = section.querySelector(".legend");
   const key = figure.used.join();
@@ -215,19 +216,17 @@ function drawBreakdown(store, view, narrow, section) {
       return make("li", {}, swatch, PHASE_TEXT[phase]);
     }));
   }
-  const { hidden, exactness } = store.run;
-  const costs = [hidden === null ? null : `${sections.percent(hidden)} of the communication is hidden behind the backward`,
-    `exactness costs ${sections.percent(exactness)} of a step`].filter(Boolean).join(", and ");
   const cut = figure.cut ? ` ${plural(figure.cut, "longer step")} ${figure.cut === 1 ? "is" : "are"} cut off.` : "";
-  sections.replaceText(section.querySelector(".caption"), `Mean over the workers.${cut} ${store.run.ended === null ? "Now" : "At the end"} ${costs}.`);
+  const costs = store.run.costs && ` The last steps: ${store.run.costs.replace("a step: ", "")}.`;
+  sections.replaceText(section.querySelector(".caption"), `Mean over the workers.${cut}${costs}`);
   return figure;
 }
 
 // Says in words what a chart shows, for those who do not see it.
 function describe(store, metricCards, cards) {
   const say = (section, text) => section.querySelector(".chart").setAttribute("aria-label", text);
-  const rows = store.steps.rows();
-  const last = rows[rows.length - 1];
+  const groups = store.steps.groups();
+  const last = groups[groups.length - 1];
   metricCards.forEach((section, index) => {
     const name = store.metricNames()[index];
     if (name) say(section, textOfMetric(store, name));

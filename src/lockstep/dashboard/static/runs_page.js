@@ -105,14 +105,14 @@ export function mountComparison(root, stores, view, redraw) {
   const render = () => {
     const names = [...new Set(stores.flatMap((store) => store.metricNames()))];
     for (const name of names.slice(0, 1)) addMetric(name);
-    add("throughput", "Throughput", "Committed samples per second.", (store) => store.steps.rows(), (row) => row.r, true);
-    add("time", "Time per step", "Milliseconds from the end of one step to the end of the next.", (store) => store.steps.rows(),
+    add("throughput", "Throughput", "Committed samples per second.", (store) => store.steps.groups(), (row) => row.r, true);
+    add("time", "Time per step", "Milliseconds from the end of one step to the end of the next.", (store) => store.steps.groups(),
       (row) => (row.d === null ? null : row.d * 1000), true);
     for (const name of names.slice(1)) addMetric(name);
     table.replaceChildren(...stores.filter((store) => store.run || store.removed).map((store) => {
       const { run } = store;
       if (store.removed) return make("tr", {}, make("th", { scope: "row" }, store.name), make("td", { colspan: "6" }, "this run was removed"));
-      const rows = store.steps.rows().slice(-20);
+      const rows = store.steps.groups().slice(-20);
       const seconds = rows.reduce((sum, row) => sum + (row.d ?? 0), 0) / Math.max(1, rows.length);
       const cell = (name, text) => make("td", { "data-name": name }, text);
       return make("tr", {}, make("th", { scope: "row" }, make("a", { href: pageOf([["run", store.name]]) }, store.name)),
@@ -122,7 +122,7 @@ export function mountComparison(root, stores, view, redraw) {
     }));
   };
   const addMetric = (name) => add(`metric ${name}`, name, "What the scripts logged.",
-    (store) => store.metrics.rows().filter((row) => row.v[name]), (row) => row.v[name][0]);
+    (store) => store.metrics.groups().filter((row) => row.v[name]), (row) => row.v[name][0]);
   return { render, charts };
 }
 

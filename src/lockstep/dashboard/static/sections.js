@@ -19,16 +19,16 @@ export function replaceText(element, text) {
 export function stateOf(store) {
   const run = store.run;
   const idle = store.idle();
-  const typical = store.steps.rows().slice(-20).reduce((most, row) => Math.max(most, row.d ?? 0), 0);
+  const typical = store.steps.groups().slice(-20).reduce((most, group) => Math.max(most, group.d ?? 0), 0);
   if (run.state === "running" && store.live && idle > Math.max(4, 4 * typical)) return ["waiting", "no step", ` for ${duration(Math.floor(idle))}`];
   return [run.state, run.state, ""];
 }
 
 export function facts(store) {
   const run = store.run;
-  const rows = store.steps.rows();
-  const last = rows.slice(-20);
-  const seconds = last.reduce((sum, row) => sum + (row.d ?? 0), 0) / Math.max(1, last.filter((row) => row.d).length);
+  const groups = store.steps.groups();
+  const last = groups.slice(-20);
+  const seconds = last.reduce((sum, group) => sum + (group.d ?? 0), 0) / Math.max(1, last.filter((group) => group.d).length);
   const metric = store.metricNames()[0];
   const running = run.state === "running";
   const elapsed = running && store.live ? run.elapsed + store.idle() : run.elapsed;
@@ -80,6 +80,12 @@ function lifeText(store, id) {
   return store.members.includes(id) ? ["training", "good"] : ["starting", "warn"];
 }
 
+function waitsText(store, waits) {
+  if (!waits) return "–";
+  const [part, whom] = waits;
+  return percent(part) + (whom === null ? "" : `, most for worker ${store.nameOf(whom)}`);
+}
+
 function laneStrip(worker, total) {
   const strip = make("span", { class: "lanes", role: "img", "aria-label": `lanes ${worker.lanes[0]} to ${worker.lanes[1] - 1} of ${total}` });
   const shown = Math.min(total, 32);
@@ -122,14 +128,16 @@ export function renderWorkers(body, store) {
     const isSlow = own && typical && own > 1.1 * typical;
     const cell = (name, ...children) => make("td", { "data-name": name }, ...children);
     const member = store.members.includes(id);
-    return make("tr", { class: member ? null : "gone" },
+    const isNamed = store.run.verdict?.worker === `${id}`;
+    return make("tr", { class: member ? (isNamed ? "named" : null) : "gone" },
       make("th", { scope: "row" }, `${id}`),
       cell("state", make("span", { class: `state ${level}` }, life)),
       cell("rank", member && worker ? `${worker.rank}` : "–"),
       cell("step", worker ? `${worker.step}` : "–"),
-      cell("lanes", member && worker ? laneStrip(worker, total) : "–"),
+      cell("lanes", ...(member && worker ? [laneStrip(worker, total), ` ${worker.lanes[1] - worker.lanes[0]}`] : ["–"])),
       cell("own work", make("span", { class: isSlow ? "slow" : null }, own ? duration(own) : "–",
         isSlow ? ` (${number(own / typical, 3)}×)` : "")),
+      cell("waits", member && worker ? waitsText(store, worker.waits) : "–"),
       cell("newest step", member && worker ? phaseBar(worker) : "–"),
       cell("memory", worker && member ? bytes(worker.memory) : "–"),
       cell("GPU", worker && member && worker.gpu >= 0 ? `${worker.gpu}%, ${bytes(worker.gpuMemory)}` : "–"));
@@ -155,6 +163,6 @@ export function renderSummary(section, element, store) {
 
 export function captionOfWorkers(store) {
   const gone = store.workerIds().length - store.members.length;
-  return `${plural(store.members.length, "member")} of the generation${gone > 0 ? `, ${gone} more` : ""}. Own work: the mean over the ` +
-    "last 20 steps of the time in which a worker waits for nobody.";
+  return `${plural(store.members.length, "member")} of the generation${gone > 0 ? `, then ${plural(gone, "other worker")}` : ""}. Own work is the time in ` +
+    "which a worker waits for nobody, as mean over the last 20 steps. Waits are the part of a step in which it waits for other workers and for the transport.";
 }

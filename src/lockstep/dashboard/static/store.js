@@ -16,18 +16,18 @@ class Tiers {
     if (!changes) return;
     if (changes.reset) this.coarse.clear();
     this.width = changes.width;
-    for (const row of changes.coarse) this.coarse.set(Math.floor((row.s - 1) / this.width), row);
-    for (const row of changes.fine) this.fine.set(row.s, row);
+    for (const group of changes.coarse) this.coarse.set(Math.floor((group.s - 1) / this.width), group);
+    for (const group of changes.fine) this.fine.set(group.s, group);
     for (const step of this.fine.keys()) if (step < changes.firstFine) this.fine.delete(step);
     this.joined = null;
   }
 
-  // All rows by step: groups of steps up to the newest steps, which are there one by one.
-  rows() {
+  // All groups by step: groups of steps up to the newest steps, which are there one by one.
+  groups() {
     if (this.joined) return this.joined;
     const fine = [...this.fine.values()].sort((a, b) => a.s - b.s);
     const first = fine.length ? fine[0].s : Infinity;
-    const coarse = [...this.coarse.values()].filter((row) => row.e < first).sort((a, b) => a.s - b.s);
+    const coarse = [...this.coarse.values()].filter((group) => group.e < first).sort((a, b) => a.s - b.s);
     this.joined = [...coarse, ...fine];
     return this.joined;
   }
@@ -72,6 +72,12 @@ export class RunStore {
     return this.run?.members ?? [];
   }
 
+  // The number of a worker, and its rank if that is another number, as after a replacement.
+  nameOf(worker) {
+    const rank = this.members.indexOf(worker);
+    return rank < 0 || rank === worker ? `${worker}` : `${worker} (rank ${rank})`;
+  }
+
   metricNames() {
     const names = Object.keys(this.run?.values ?? {});
     return names.sort((a, b) => (b === "loss") - (a === "loss"));
@@ -85,13 +91,13 @@ export class RunStore {
 
   // The step at which the run was at time t.
   stepAt(t) {
-    const rows = this.steps.rows();
-    let [low, high] = [0, rows.length];
+    const groups = this.steps.groups();
+    let [low, high] = [0, groups.length];
     while (low < high) {
       const middle = (low + high) >> 1;
-      if (rows[middle].b <= t) low = middle + 1; else high = middle;
+      if (groups[middle].b <= t) low = middle + 1; else high = middle;
     }
-    return low ? rows[low - 1].e : 0;
+    return low ? groups[low - 1].e : 0;
   }
 
   // Seconds since the newest thing that is known of the run.
@@ -102,7 +108,7 @@ export class RunStore {
 
   // Mean over the newest steps: the part of a step that is the worker's own work, in seconds, and the whole step.
   recent(worker, count = 20) {
-    const found = this.steps.rows().slice(-count).map((row) => row.w[worker]).filter(Boolean);
+    const found = this.steps.groups().slice(-count).map((group) => group.w[worker]).filter(Boolean);
     if (!found.length) return null;
     const mean = (index) => found.reduce((sum, each) => sum + each[index], 0) / found.length;
     return { own: mean(0), step: mean(2) };

@@ -1,6 +1,6 @@
 // The timeline: one row for each worker that was a member meanwhile, with its generations, its pauses, and faults.
 
-import { PHASE_TEXT, timeTicks } from "./charts.js";
+import { PHASE_TEXT, timeTicks, workerAxis } from "./charts.js";
 import { duration, forHover } from "./format.js";
 import { baseLayout, color } from "./theme.js";
 
@@ -65,10 +65,9 @@ export function timelineFigure(store, view, narrow) {
   }));
   layout.annotations = labels(store, end, narrow);
   Object.assign(layout.xaxis, timeTicks(from, to, narrow ? 4 : 9));
-  Object.assign(layout.yaxis, { type: "category", categoryorder: "array", categoryarray: names, autorange: "reversed", showgrid: false,
-    title: { text: "worker", standoff: 4, font: { size: 11 } } });
+  Object.assign(layout.yaxis, workerAxis(store, names));
   layout.margin.t = 22;
-  return { data, layout, rows: names.length };
+  return { data, layout, lines: names.length };
 }
 
 // The numbers of generations above the chart, as many as have room.

@@ -1,4 +1,4 @@
-"""StepRow and MetricsRow: what StepTiers adds up of the records of some steps, and how it is sent to the page. Pure."""
+"""StepGroup and ValueGroup: what StepTiers adds up of the records of a group of steps, and how it is sent to the page. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lockstep.recording.records import OWN_WORK, Metrics, StepRecord
 
 @dataclass
 class WorkerSums:
-    """One worker in the steps of a row. ``own_s``: the time of its own work, in which it waits for nobody."""
+    """One worker in a group of steps. ``own_s``: the time of its own work, in which it waits for nobody."""
 
     steps: int = 0
     seconds: float = 0.0
@@ -27,8 +27,8 @@ class WorkerSums:
 
 
 @dataclass
-class StepRow:
-    """Sums over all workers. Only the time of steps that were repeated is added, not their samples."""
+class StepGroup:
+    """Times and samples of a group of steps, as sums over all workers. Steps that were repeated add time and no samples."""
 
     first: int = 0
     last: int = 0
@@ -57,7 +57,7 @@ class StepRow:
             sums = WorkerSums(1, record.seconds, record.phase_s(*OWN_WORK), record.lane_count)
             self.workers.setdefault(record.worker, WorkerSums()).absorb(sums)
 
-    def absorb(self, other: StepRow) -> None:
+    def absorb(self, other: StepGroup) -> None:
         self.begin, self.end = min(self.begin, other.begin), max(self.end, other.end)
         self.commits += other.commits
         self.records += other.records
@@ -112,42 +112,44 @@ class StepRow:
 
 
 @dataclass
-class MetricSums:
+class ValueSums:
+    """One name in a group of steps."""
+
     count: int = 0
     total: float = 0.0
     least: float = math.inf
     most: float = -math.inf
 
     def add(self, value: float) -> None:
-        self.absorb(MetricSums(1, value, value, value))
+        self.absorb(ValueSums(1, value, value, value))
 
-    def absorb(self, other: MetricSums) -> None:
+    def absorb(self, other: ValueSums) -> None:
         self.count += other.count
         self.total += other.total
         self.least, self.most = min(self.least, other.least), max(self.most, other.most)
 
 
 @dataclass
-class MetricsRow:
-    """The logged values of some steps. Values that are not finite are counted, and not added."""
+class ValueGroup:
+    """The logged values of a group of steps. Values that are not finite are counted, and not added."""
 
     first: int = 0
     last: int = 0
     changed: int = 0
     at: float = 0.0
-    values: dict[str, MetricSums] = field(default_factory=dict)
+    values: dict[str, ValueSums] = field(default_factory=dict)
 
     def add(self, metrics: Metrics) -> None:
         self.at = max(self.at, metrics.at)
         for name, value in metrics.values.items():
-            sums = self.values.setdefault(name, MetricSums())
+            sums = self.values.setdefault(name, ValueSums())
             if math.isfinite(value):
                 sums.add(value)
 
-    def absorb(self, other: MetricsRow) -> None:
+    def absorb(self, other: ValueGroup) -> None:
         self.at = max(self.at, other.at)
         for name, sums in other.values.items():
-            self.values.setdefault(name, MetricSums()).absorb(sums)
+            self.values.setdefault(name, ValueSums()).absorb(sums)
 
     @property
     def cells(self) -> int:
