@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.data import TensorDataset
 
 import lockstep
@@ -207,6 +208,112 @@ def test_parameters_without_a_gradient_stay_without_one() -> None:
     loop.train(10, each)
     assert loop.forward_backward.replays == 7
     assert torch.equal(loop.model.unused.weight, unused)
+
+
+# -- gradients belong to the step, not to a call ----------------------------------------------------
+
+
+def _replace_gradients(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+
+
+TOUCHES: dict[str, Callable[[nn.Module], Any]] = {
+    "clips": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.01),
+    "reads": lambda model: sum(param.grad.norm() for param in model.parameters() if param.grad is not None),
+    "replaces": _replace_gradients,
+    "writes unseen": lambda model: torch.autograd.graph.increment_version([param.grad for param in model.parameters()]),
+}
+
+
+@pytest.mark.parametrize("touch", TOUCHES)
+def test_a_function_that_touches_gradients_after_its_backward_runs_as_it_is(touch: str, capfd: pytest.CaptureFixture[str]) -> None:
+    def train(capture: bool) -> str:
+        loop = Loop(lanes=2)
+        if not capture:
+            loop.run._parts.captures.recorder = None
+
+        @loop.run.capture
+        def forward_backward(x: Tensor, y: Tensor) -> None:
+            F.cross_entropy(loop.model(x), y).backward()
+            if next(loop.model.parameters()).grad is not None:  # that of the last lane, in an eager step
+                TOUCHES[touch](loop.model)
+
+        loop.forward_backward = forward_backward
+        result = loop.train(10)
+        assert forward_backward.replays == 0
+        return result
+
+    assert train(True) == train(False)
+    (line,) = quiet(capfd).splitlines()
+    assert "forward_backward is not captured: it reads or changes param.grad after backward()" in line
+
+
+def test_two_backwards_in_one_captured_function_add_up() -> None:
+    def train(capture: bool) -> tuple[str, int]:
+        loop = Loop(lanes=2)
+        if not capture:
+            loop.run._parts.captures.recorder = None
+
+        @loop.run.capture
+        def forward_backward(x: Tensor, y: Tensor) -> None:
+            F.cross_entropy(loop.model(x), y).backward()
+            F.cross_entropy(loop.model(x * 2), y).backward()
+
+        for step in loop.run.steps(data(80), global_batch=8):
+            for x, y in step:
+                forward_backward(x, y)
+            loop.update()
+            loop.opt.zero_grad()
+        loop.run.close()
+        return digest(loop.model).hex(), forward_backward.replays
+
+    plain, captured = train(False), train(True)
+    assert captured[0] == plain[0]
+    assert captured[1] == 16
+
+
+# -- memory that a recording reads ------------------------------------------------------------------
+
+
+def test_memory_that_a_recording_reads_through_an_attribute_is_not_used_again_before_the_recording_is_closed() -> None:
+    loop = Loop()
+    criterion = nn.CrossEntropyLoss(weight=torch.rand(4))
+    before = StorageWeakRef(criterion.weight.untyped_storage())
+
+    @loop.run.capture
+    def forward_backward(x: Tensor, y: Tensor) -> None:
+        criterion(loop.model(x), y).backward()
+
+    loop.forward_backward = forward_backward
+
+    def replace(step: int) -> None:
+        if step == 6:
+            criterion.weight = torch.rand(4)
+        assert not before.expired()
+
+    loop.train(10, replace)
+    assert forward_backward.replays == 7
+    assert before.expired()
+
+
+def test_memory_whose_address_is_part_of_the_key_is_free_when_the_user_has_replaced_it() -> None:
+    loop, shift = Loop(), torch.ones(12)
+    before = StorageWeakRef(shift.untyped_storage())
+
+    @loop.run.capture
+    def forward_backward(x: Tensor, y: Tensor) -> None:
+        F.cross_entropy(loop.model(x + shift), y).backward()
+
+    for x, y in loop.run.shard(data(80), global_batch=8):
+        if loop.run.step == 6:
+            shift = torch.zeros(12)
+            assert before.expired()
+        forward_backward(x, y)
+        loop.opt.step()
+        loop.opt.zero_grad()
+    assert forward_backward.recordings == 2
+    loop.run.close()
 
 
 # -- what is recorded, and when --------------------------------------------------------------------

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dis
 import enum
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import suppress
 from types import CodeType
 from typing import Any
 
@@ -123,13 +124,20 @@ class OuterVariables:
 
     def values(self) -> tuple[tuple[str, Hashable], ...]:
         """Return the name and value of each that is a plain value or a tensor. Of a tensor: where it is, unless it is a number."""
-        found = [(name, _of(self._globals[name])) for name in self._names if name in self._globals]
-        for name, cell in self._cells:
-            try:
-                found.append((name, _of(cell.cell_contents)))
-            except ValueError:  # not assigned yet
-                continue
+        found = [(name, _of(value)) for name, value in self._found()]
         return tuple((name, value) for name, value in found if value is not None)
+
+    def tensors(self) -> list[Tensor]:
+        """Return those that are tensors."""
+        return [value for _, value in self._found() if isinstance(value, Tensor)]
+
+    def _found(self) -> Iterator[tuple[str, Any]]:
+        for name in self._names:
+            if name in self._globals:
+                yield name, self._globals[name]
+        for name, cell in self._cells:
+            with suppress(ValueError):  # not assigned yet
+                yield name, cell.cell_contents
 
 
 def _of(value: Any) -> Hashable | None:

@@ -19,6 +19,7 @@ from torch.optim.optimizer import Optimizer
 from lockstep.gradients.cuda_graph import CannotRecord
 from lockstep.gradients.lane_engine import LaneEngine
 from lockstep.training.captured_backward import Recorded
+from lockstep.training.memory_reads import MemoryReads
 from lockstep.training.step_gate import StepGate
 
 
@@ -51,8 +52,17 @@ class UpdateWork:
             ("the scale", tuple(_address(scaler._scale) for scaler in self._gate.scalers)),
         )
 
-    def call(self, function: Callable[[], Any]) -> Recorded:
-        """Call the function for a recording. Leaves ``param.grad`` and the scalers as they were."""
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors whose addresses are part of ``key``."""
+        settings = [value for optimizer in self._gate.optimizers for group in optimizer.param_groups for value in group.values()]
+        gradients = [param.grad for param in self._engine.params if param.grad is not None]
+        return [*gradients, *(value for value in settings if isinstance(value, Tensor))]
+
+    def call(self, function: Callable[[], Any], reads: MemoryReads | None = None) -> Recorded:
+        """Call the function for a recording, or with ``reads`` for a rehearsal.
+
+        Leaves ``param.grad`` and the scalers as they were.
+        """
         params = self._engine.params
         before = [param.grad for param in params]
         states = [dict(scaler._per_optimizer_states) for scaler in self._gate.scalers]
