@@ -1,7 +1,8 @@
 """FakeGraphs: a GraphRecorder for tests without a GPU. A "replay" calls the recorded function again, on the same tensors.
 
 As a CUDA graph it does nothing when it records, writes its results to the same memory at each replay, and reads what lies at the
-addresses of the recording. Before each replay the results are overwritten by NaN: who still uses them is found.
+addresses of the recording. Before each replay the results are overwritten by NaN, and those of the recordings that were made after
+it too, since they may lie where it had its activations: who still uses them is found.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ from lockstep.gradients.cuda_graph import Results
 
 
 class FakeRecording:
-    def __init__(self, body: Callable[[], Results], results: Results) -> None:
-        self.results, self._body, self.is_closed = results, body, False
+    def __init__(self, body: Callable[[], Results], results: Results, pool: list[FakeRecording]) -> None:
+        self.results, self._body, self._pool, self.is_closed = results, body, pool, False
+        pool.append(self)
 
     def replay(self) -> None:
         assert not self.is_closed
-        self.spoil()
+        for recording in self._pool[self._pool.index(self) :]:
+            recording.spoil()
         with torch.enable_grad():
             new = self._body()
         with torch.no_grad():
@@ -63,8 +66,7 @@ class FakeGraphs:
             with torch.no_grad():
                 for tensor, value in before:
                     tensor.copy_(value)
-        self.recorded.append(FakeRecording(body, results))
-        self.recorded[-1].spoil()
+        FakeRecording(body, results, self.recorded).spoil()
         return self.recorded[-1]
 
     def rehearse(self, body: Callable[[], Results]) -> None:

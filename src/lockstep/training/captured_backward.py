@@ -85,10 +85,6 @@ class BackwardWork:
             raise CannotRecord("no parameter of the model received a gradient")
         return Recorded(returned, list(gradients))
 
-    def before_replay(self, recorded: Recorded) -> None:
-        """The replay will write the gradients: keep what still lies there."""
-        self._engine.release(recorded.memory)
-
     def after_replay(self, recorded: Recorded) -> None:
         """Hand the gradients to the engine."""
         self._engine.backward_was_replayed(recorded.memory)

@@ -89,8 +89,6 @@ class UpdateWork:
             raise CannotRecord(f"scaler.update() is not called in it: call it in {self._name}() too")
         return [i for i, (now, then) in enumerate(zip(after, before, strict=True)) if now is None and then is not None]
 
-    def before_replay(self, recorded: Recorded) -> None: ...
-
     def after_replay(self, recorded: Recorded) -> None:
         """Do on the host what the function did: zero_grad() and the commit of the step."""
         for index in recorded.cleared:
