@@ -525,6 +525,62 @@ def test_an_optimizer_that_counts_on_the_host_is_not_recorded(capfd: pytest.Capt
     assert "_update is not captured: Counting counts on the host" in quiet(capfd)
 
 
+def test_a_state_that_the_user_replaces_is_recorded_anew() -> None:
+    def zero(loop: Loop) -> Callable[[int], None]:
+        def change(step: int) -> None:
+            if step == 10:
+                state = loop.opt.state[next(loop.model.parameters())]
+                state["momentum_buffer"] = torch.zeros_like(state["momentum_buffer"])
+
+        return change
+
+    loop, plain = Loop(), Loop()
+    plain.run._parts.captures.recorder = None
+    assert loop.train(20, zero(loop)) == plain.train(20, zero(plain))
+    assert loop.update.replays == 20 - 5 - 2
+
+
+class Replacing(torch.optim.SGD):
+    """Puts new tensors into its state in each step, except while ``rarely`` is set."""
+
+    rarely = False
+
+    def step(self, closure: Any = None) -> Any:
+        super().step()
+        for state in self.state.values():
+            if not self.rarely:
+                state["momentum_buffer"] = state["momentum_buffer"] * 0.5
+
+
+def test_an_optimizer_that_replaces_its_state_in_each_step_is_not_recorded(capfd: pytest.CaptureFixture[str]) -> None:
+    options = {"opt": lambda params: Replacing(params, lr=0.1, momentum=0.9)}
+    loop = Loop(**options)
+    assert loop.train(10) == without_capture(**options)(10)
+    assert (loop.update.replays, loop.forward_backward.replays) == (0, 7)
+    (line,) = quiet(capfd).splitlines()
+    assert "_update is not captured: Replacing puts another tensor into its state for `momentum_buffer` in a step" in line
+
+
+def test_a_state_that_is_replaced_only_in_the_recorded_step_is_put_back(capfd: pytest.CaptureFixture[str]) -> None:
+    options = {"opt": lambda params: Replacing(params, lr=0.1, momentum=0.9)}
+
+    def train(capture: bool) -> str:
+        loop = Loop(**options)
+        loop.opt.rarely = True
+        if not capture:
+            loop.run._parts.captures.recorder = None
+
+        def update() -> None:
+            loop.opt.rarely = not (capture and loop.run._parts.gate._is_recording)
+            loop.opt.step()
+
+        loop.update = loop.run.capture(update)
+        return loop.train(10)
+
+    assert train(True) == train(False)
+    assert "update is not captured: Replacing puts another tensor" in quiet(capfd)
+
+
 def test_a_scheduler_in_the_update_is_named(capfd: pytest.CaptureFixture[str]) -> None:
     options = {"scheduler": lambda opt: torch.optim.lr_scheduler.StepLR(opt, 10, 0.5)}
 

@@ -21,6 +21,8 @@ from torch import Tensor
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.memory_format, enum.Enum)
 
+_TYPES = (Tensor, torch.nn.Parameter)
+
 
 class CannotTakeApart(Exception):
     """A value is neither a tensor, nor plain, nor made of such values. The text says which and what it is."""
@@ -76,9 +78,22 @@ def empty_like(tensor: Tensor, device: torch.device) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
+def is_plain(tensor: Tensor) -> bool:
+    """Whether the tensor is a view of one piece of memory: not sparse, and no subclass that keeps its values elsewhere."""
+    return type(tensor) in _TYPES and tensor.layout is torch.strided
+
+
+def addresses(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    """Return where each tensor is: the address of its memory, or that of the object if it is not plain. About 100 ns for each."""
+    try:
+        return tuple([tensor.data_ptr() if type(tensor) in _TYPES else id(tensor) for tensor in tensors])
+    except RuntimeError:  # one is sparse
+        return tuple([tensor.data_ptr() if is_plain(tensor) else id(tensor) for tensor in tensors])
+
+
 def _visit(value: Any, what: str, tensors: list[Tensor]) -> Hashable:
     if isinstance(value, Tensor):
-        if type(value) not in (Tensor, torch.nn.Parameter) or value.layout is not torch.strided or value.is_nested:
+        if not is_plain(value) or value.is_nested:
             raise CannotTakeApart(f"{what} is a {type(value).__name__} with layout {value.layout}, not a plain tensor")
         if value.requires_grad and value.is_leaf:
             raise CannotTakeApart(f"{what} is a tensor that requires a gradient of its own")

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 
 import torch
-from torch import Tensor, UntypedStorage, nn
+from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim.optimizer import Optimizer
 
@@ -30,14 +30,16 @@ from lockstep.training.call_signature import (
     CannotTakeApart,
     OuterVariables,
     Structure,
+    addresses,
     empty_like,
+    is_plain,
     map_tensors,
     put_together,
     take_apart,
 )
 from lockstep.training.capture_reasons import describe_difference, describe_failure
 from lockstep.training.captured_backward import BackwardWork, Recorded
-from lockstep.training.captured_update import UpdateWork, describe_host_work, host_state
+from lockstep.training.captured_update import UpdateWork, describe_host_work, describe_replaced, host_state, state_tensors
 from lockstep.training.memory_reads import MemoryReads
 from lockstep.training.recordings import EAGER_STEPS, Recordings
 from lockstep.training.step_gate import StepGate
@@ -109,8 +111,8 @@ class KeptRecording:
     """Of what the function returned: its tensors are the first ones of the recording's results."""
     written: list[Tensor]
     """Parameters and buffers that it changes in place. Autograd and LaneBuffers must know that they have changed."""
-    keeps_alive: list[UntypedStorage]
-    """Memory that it reads and that the key does not mention."""
+    keeps_alive: list[Any]
+    """Memory that it reads and that the key does not mention; and objects whose ids are in the key."""
 
     def close(self) -> None:
         self.recording.close()
@@ -175,7 +177,8 @@ class CapturedFunction(Generic[P, T]):
         self._observed += 1
         if self._observed > _OBSERVED_CALLS:
             return self._run_detached(arguments)
-        before, numbers = context.engine.backwards_begun, host_state(context.gate.optimizers)
+        optimizers = context.gate.optimizers
+        before, numbers, tensors = context.engine.backwards_begun, host_state(optimizers), state_tensors(optimizers)
         context.gate.called.clear()
         returned = self._run_detached(arguments)
         called = list(context.gate.called)
@@ -189,7 +192,7 @@ class CapturedFunction(Generic[P, T]):
             self._work = BackwardWork(context.engine)
         elif called:
             self._work = self._work or UpdateWork(context.engine, context.gate, self._name, context.is_in_loop)
-            reason = describe_host_work(numbers, host_state(context.gate.optimizers))
+            reason = describe_host_work(numbers, host_state(optimizers)) or describe_replaced(tensors, state_tensors(optimizers))
             if reason is not None:
                 self._refuse(reason)
         return returned
@@ -298,7 +301,7 @@ class CapturedFunction(Generic[P, T]):
         recorded, outputs, changed = found
         scales = [scaler._scale for scaler in self._context.gate.scalers if scaler._scale is not None]
         known = [*inputs, *followed, *scales, *self._outer.tensors(), *work.tensors()]
-        keeps_alive = reads.outside(self._context.device, known)
+        keeps_alive = [*reads.outside(self._context.device, known), *(tensor for tensor in known if not is_plain(tensor))]
         return KeptRecording(recording, inputs, recorded, outputs, changed, keeps_alive)
 
     def _replay(self, work: Work, kept: KeptRecording, tensors: list[Tensor]) -> T:
@@ -330,7 +333,7 @@ class CapturedFunction(Generic[P, T]):
             ("torch's settings", settings),
             ("train or eval mode", bytes(module.training for module in self._modules)),
             ("what requires gradients", bytes(tensor.requires_grad for tensor in tensors)),
-            ("where the model's tensors are", tuple(tensor.data_ptr() for tensor in tensors)),
+            ("where the model's tensors are", addresses(tensors)),
             ("the scale", tuple(0 if s._scale is None else s._scale.data_ptr() for s in self._context.gate.scalers)),
             ("the random generator", recorder.generator),
             *work.key(),

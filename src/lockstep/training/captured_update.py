@@ -9,15 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler, OptState
 from torch.optim.optimizer import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from lockstep.gradients.cuda_graph import CannotRecord
 from lockstep.gradients.lane_engine import LaneEngine
+from lockstep.training.call_signature import addresses
 from lockstep.training.captured_backward import Recorded
 from lockstep.training.memory_reads import MemoryReads
 from lockstep.training.step_gate import StepGate
@@ -47,7 +50,7 @@ class UpdateWork:
         optimizers = self._gate.optimizers
         return (
             ("the hyperparameters", tuple(_settings(optimizer) for optimizer in optimizers)),
-            ("the states of the optimizers", tuple((id(optimizer.state), len(optimizer.state)) for optimizer in optimizers)),
+            ("where the optimizers' states are", addresses(_state_tensors(optimizers))),
             ("the gradients", tuple(0 if (g := param.grad) is None else g.data_ptr() for param in self._engine.params)),
             ("the scale", tuple(_address(scaler._scale) for scaler in self._gate.scalers)),
         )
@@ -56,20 +59,28 @@ class UpdateWork:
         """Return the tensors whose addresses are part of ``key``."""
         settings = [value for optimizer in self._gate.optimizers for group in optimizer.param_groups for value in group.values()]
         gradients = [param.grad for param in self._engine.params if param.grad is not None]
-        return [*gradients, *(value for value in settings if isinstance(value, Tensor))]
+        return [*gradients, *(value for value in settings if isinstance(value, Tensor)), *_state_tensors(self._gate.optimizers)]
 
     def call(self, function: Callable[[], Any], reads: MemoryReads | None = None) -> Recorded:
         """Call the function for a recording, or with ``reads`` for a rehearsal.
 
-        Leaves ``param.grad`` and the scalers as they were.
+        Leaves ``param.grad``, the states of the optimizers and the scalers as they were.
         """
         params = self._engine.params
         before = [param.grad for param in params]
         states = [dict(scaler._per_optimizer_states) for scaler in self._gate.scalers]
         self._gate.called.clear()
         try:
-            with self._gate.recording(), self._engine.hooks_off(), _capturable(self._gate.optimizers):
+            optimizers = self._gate.optimizers
+            with self._gate.recording(), self._engine.hooks_off(), _capturable(optimizers), _states_restored(optimizers):
+                tensors = state_tensors(optimizers)
                 returned = function()
+                after = state_tensors(optimizers)
+            reason = describe_replaced(tensors, after)
+            if after.keys() != tensors.keys():
+                reason = "it adds tensors to the state of an optimizer while it is recorded"
+            if reason is not None:
+                raise CannotRecord(reason)
             has_stepped = any(isinstance(each, (Optimizer, GradScaler)) for each in self._gate.called)
             cleared = self._cleared(before)
         finally:
@@ -122,6 +133,53 @@ def describe_host_work(before: dict[str, Any], after: dict[str, Any]) -> str | N
         f"{kind} counts on the host ({what.split(' of ')[0]}). Construct it with fused=True or capturable=True, if it has these "
         "arguments, and its count is on the GPU"
     )
+
+
+def state_tensors(optimizers: list[Optimizer]) -> dict[tuple[str, str, int], Tensor]:
+    """Return the tensors in the states of the optimizers, by optimizer, name and number of the parameter."""
+    return {
+        (type(optimizer).__name__, str(name), number): value
+        for optimizer in optimizers
+        for number, state in enumerate(optimizer.state.values())
+        for name, value in (state.items() if isinstance(state, dict) else ())
+        if isinstance(value, Tensor)
+    }
+
+
+def describe_replaced(before: dict[tuple[str, str, int], Tensor], after: dict[tuple[str, str, int], Tensor]) -> str | None:
+    """Return which tensor of an optimizer's state was replaced by another one in a step, or None if none was."""
+    for (kind, name, number), tensor in before.items():
+        if after.get((kind, name, number)) is not tensor:
+            return (
+                f"{kind} puts another tensor into its state for `{name}` in a step, and a replay would write to the old one. Let it "
+                f"write `{name}` in place (copy_), or call {kind}.step() outside of it"
+            )
+    return None
+
+
+def _state_tensors(optimizers: list[Optimizer]) -> list[Tensor]:
+    """Return all tensors in the states of the optimizers, also in lists and dicts. Called in each step."""
+    states = [state for optimizer in optimizers for state in optimizer.state.values()]
+    values = [value for state in states for value in (state.values() if isinstance(state, dict) else (state,))]
+    nested = [value for value in values if isinstance(value, (list, tuple, dict))]
+    return [value for value in (*values, *tree_leaves(nested)) if isinstance(value, Tensor)]
+
+
+@contextmanager
+def _states_restored(optimizers: list[Optimizer]) -> Iterator[None]:
+    """At the end, put back what the states contained: tensors that a recording has put there do not have their values."""
+    before = [(optimizer.state, {param: copy(state) for param, state in optimizer.state.items()}) for optimizer in optimizers]
+    try:
+        yield
+    finally:
+        for optimizer, (state, values) in zip(optimizers, before, strict=True):
+            optimizer.state = state
+            for param in [param for param in state if param not in values]:
+                del state[param]
+            for param, value in values.items():
+                if isinstance(value, dict):
+                    state[param].clear()
+                    state[param].update(value)
 
 
 def describe_settings(before: Any, after: Any) -> str:

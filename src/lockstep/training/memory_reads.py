@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lockstep.gradients.cuda_graph import CannotRecord
+from lockstep.training.call_signature import is_plain
 
 TOUCHES_GRADIENTS = (
     "it reads or changes param.grad after backward(), where a replay has the gradients of this call and not their average. Do that "
@@ -66,6 +66,6 @@ class MemoryReads(TorchDispatchMode):
 def _storages(values: Any) -> Iterator[tuple[int, UntypedStorage]]:
     """Yield the address and the memory of each plain tensor in ``values``."""
     for value in tree_leaves(values):
-        if type(value) in (Tensor, Parameter) and value.layout is torch.strided and value.numel():
+        if isinstance(value, Tensor) and is_plain(value) and value.numel():
             storage = value.untyped_storage()
             yield storage.data_ptr(), storage
