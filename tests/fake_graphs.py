@@ -88,7 +88,7 @@ def capture_on_host(run: lockstep.Run) -> FakeGraphs:
         for optimizer in parts.gate.optimizers:
             for state in optimizer.state.values():
                 found += [value for value in state.values() if isinstance(value, Tensor)]
-        for scaler in parts.gate.scalers:
+        for scaler in parts.gate.enabled_scalers:
             found += [each for each in (scaler._scale, scaler._growth_tracker) if each is not None]
         return found
 

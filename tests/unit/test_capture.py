@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -428,6 +429,57 @@ def test_numbers_and_tensors_that_the_function_reads_by_name_may_change() -> Non
     assert captured[1] == 20 - 3 - 2 - 2
 
 
+FACTOR = 1.0
+
+
+def scaled_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x), y) * FACTOR
+
+
+def _decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def wrapper(*args: Any) -> Any:
+        return function(*args)
+
+    return wrapper
+
+
+class Loss:
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def method(self, x: Tensor, y: Tensor) -> None:
+        (scaled_loss(self.function, x, y)).backward()
+
+    __call__ = method
+
+
+WRAPPED: dict[str, Callable[[nn.Module], Callable[..., Any]]] = {
+    "a decorator": lambda model: _decorate(lambda x, y: (F.cross_entropy(model(x), y) * FACTOR).backward()),
+    "autocast": lambda model: torch.autocast("cpu", enabled=False)(lambda x, y: (F.cross_entropy(model(x), y) * FACTOR).backward()),
+    "partial": lambda model: functools.partial(lambda factor, x, y: (F.cross_entropy(model(x), y) * FACTOR).backward(), 1),
+    "a method": lambda model: Loss(model).method,
+    "an object": lambda model: Loss(model),
+    "a global function": lambda model: lambda x, y: scaled_loss(model, x, y).backward(),
+    "a function of an enclosing one": lambda model: (lambda loss: lambda x, y: loss(model, x, y).backward())(scaled_loss),
+}
+
+
+@pytest.mark.parametrize("kind", WRAPPED)
+def test_numbers_that_a_wrapped_function_reads_may_change(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def train(capture: bool) -> tuple[str, int]:
+        loop = Loop()
+        if not capture:
+            loop.run._parts.captures.recorder = None
+        loop.forward_backward = loop.run.capture(WRAPPED[kind](loop.model))
+        result = loop.train(12, lambda step: monkeypatch.setitem(globals(), "FACTOR", 1.0 if step < 6 else 0.5))
+        return result, len(loop.recorder.recorded)
+
+    plain, captured = train(False), train(True)
+    assert captured[0] == plain[0]
+    assert captured[1] == 4, "forward and backward twice, and the update for the gradients of each"
+
+
 def test_the_least_recently_used_capture_is_dropped_and_a_line_says_that_there_are_more(capfd: pytest.CaptureFixture[str]) -> None:
     loop = Loop(shapes=2)
     lengths = [1, 2, 3] * 12
@@ -601,6 +653,30 @@ def test_a_scheduler_in_the_update_is_named(capfd: pytest.CaptureFixture[str]) -
     assert "update is not captured: it calls StepLR.step(), which works on the host" in quiet(capfd)
 
 
+def test_a_scaler_that_is_not_enabled_is_captured() -> None:
+    model = build("mlp")
+    opt, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", enabled=False)
+    run = lockstep.Run(model, opt, scaler, lanes=1)
+    capture_on_host(run)
+
+    @run.capture
+    def forward_backward(x: Tensor, y: Tensor) -> None:
+        scaler.scale(F.cross_entropy(model(x), y)).backward()
+
+    @run.capture
+    def update() -> None:
+        scaler.unscale_(opt)
+        scaler.step(opt)
+        scaler.update()
+
+    for x, y in run.shard(data(80), global_batch=8):
+        forward_backward(x, y)
+        update()
+        opt.zero_grad()
+    run.close()
+    assert (forward_backward.replays, update.replays) == (7, 5)
+
+
 def test_a_scaler_that_is_used_in_part_is_named(capfd: pytest.CaptureFixture[str]) -> None:
     model = build("mlp")
     opt, scaler = torch.optim.SGD(model.parameters(), lr=0.1, fused=True), torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -640,6 +716,69 @@ def test_backward_and_update_in_one_function_run_as_they_are(capfd: pytest.Captu
     assert loop.run.step == 10
     loop.run.close()
     assert "Capture two functions" in quiet(capfd)
+
+
+SETTINGS: dict[str, Callable[[], Any]] = {
+    "matmul": lambda: torch.set_float32_matmul_precision("high"),
+    "tf32": lambda: setattr(torch.backends.cudnn, "allow_tf32", False),
+    "the newer way": lambda: setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32"),
+    "attention": lambda: torch.backends.cuda.enable_flash_sdp(False),
+    "deterministic": lambda: torch.use_deterministic_algorithms(True, warn_only=True),
+    "cudnn": lambda: setattr(torch.backends.cudnn, "benchmark", True),
+}
+
+
+@pytest.fixture
+def settings_restored() -> Iterator[None]:
+    flash, benchmark, tf32 = (
+        torch.backends.cuda.flash_sdp_enabled(),
+        torch.backends.cudnn.benchmark,
+        torch.backends.cudnn.allow_tf32,
+    )
+    yield
+    torch.backends.cuda.matmul.fp32_precision = "none"
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark = tf32, benchmark
+    torch.backends.cuda.enable_flash_sdp(flash)
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("settings_restored")
+@pytest.mark.parametrize("name", SETTINGS)
+def test_another_setting_of_torch_that_chooses_kernels_is_recorded_anew(name: str) -> None:
+    loop = Loop()
+    loop.train(16, lambda step: SETTINGS[name]() if step == 8 else None)
+    assert loop.forward_backward.replays == 16 - 3 - 2
+
+
+def test_another_growth_interval_of_a_scaler_is_recorded_anew() -> None:
+    def train(capture: bool) -> tuple[float, int]:
+        model = build("mlp")
+        opt, scaler = torch.optim.SGD(model.parameters(), 0.1, fused=True), torch.amp.GradScaler("cpu", 4.0, growth_interval=1000)
+        run = lockstep.Run(model, opt, scaler, lanes=1)
+        if capture:
+            capture_on_host(run)
+
+        @run.capture
+        def forward_backward(x: Tensor, y: Tensor) -> None:
+            scaler.scale(F.cross_entropy(model(x), y)).backward()
+
+        @run.capture
+        def update() -> None:
+            scaler.step(opt)
+            scaler.update()
+
+        for x, y in run.shard(data(8 * 20), global_batch=8):
+            if run.step == 10:
+                scaler.set_growth_interval(2)
+            forward_backward(x, y)
+            update()
+            opt.zero_grad()
+        run.close()
+        return scaler.get_scale(), update.replays
+
+    plain, captured = train(False), train(True)
+    assert captured == (plain[0], 20 - 5 - 2)
 
 
 # -- what cannot be captured -----------------------------------------------------------------------
@@ -686,7 +825,11 @@ def test_a_wait_that_is_seen_prevents_the_recording(capfd: pytest.CaptureFixture
 
 @pytest.mark.parametrize(
     ("argument", "words"),
-    [(object(), "an argument[0][1] is a object"), (torch.zeros(3, requires_grad=True), "requires a gradient of its own")],
+    [
+        (object(), "an argument[0][1] is a object"),
+        (torch.zeros(3, requires_grad=True), "an argument[0][1] requires a gradient of its own"),
+        (torch.zeros(3, requires_grad=True) * 2, "an argument[0][1] requires a gradient for the function that computed it"),
+    ],
 )
 def test_arguments_that_cannot_be_copied_are_named(argument: Any, words: str, capfd: pytest.CaptureFixture[str]) -> None:
     loop = Loop()

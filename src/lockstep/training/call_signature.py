@@ -1,4 +1,4 @@
-"""What a call of a captured function depends on: its arguments, and the variables outside it that it reads by name.
+"""What a call of a captured function depends on: its arguments, and settings of torch. (And outer variables: outer_variables.py.)
 
 A *structure* describes nested tuples, lists and dicts of tensors and plain values without the contents of the tensors. It can be
 compared and hashed, so it serves as the key of a recording; and it can be filled with other tensors.
@@ -9,11 +9,8 @@ compared and hashed, so it serves as the key of a recording; and it can be fille
 
 from __future__ import annotations
 
-import dis
 import enum
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import suppress
-from types import CodeType
 from typing import Any
 
 import torch
@@ -91,12 +88,40 @@ def addresses(tensors: Sequence[Tensor]) -> tuple[int, ...]:
         return tuple([tensor.data_ptr() if is_plain(tensor) else id(tensor) for tensor in tensors])
 
 
+def torch_settings(device: torch.device) -> tuple[Hashable, ...]:
+    """Return the global settings that decide which kernels run on a GPU. Reading them takes a few microseconds."""
+    backends: Any = torch.backends
+    precision: Any = torch._C._get_fp32_precision_getter  # type: ignore[attr-defined]
+    return (
+        torch.is_autocast_enabled(device.type),
+        torch.get_autocast_dtype(device.type),
+        torch.get_default_dtype(),
+        # not get_float32_matmul_precision() and allow_tf32: these raise if the script uses torch's newer settings
+        *(precision("cuda", operation) for operation in ("all", "matmul", "conv", "rnn")),
+        precision("generic", "all"),
+        torch._C._get_cublas_allow_fp16_reduced_precision_reduction(),
+        torch._C._get_cublas_allow_bf16_reduced_precision_reduction(),
+        backends.cudnn.enabled,
+        backends.cudnn.benchmark,
+        backends.cudnn.deterministic,
+        backends.cuda.flash_sdp_enabled(),
+        backends.cuda.mem_efficient_sdp_enabled(),
+        backends.cuda.math_sdp_enabled(),
+        backends.cuda.cudnn_sdp_enabled(),
+        torch.get_deterministic_debug_mode(),
+    )
+
+
 def _visit(value: Any, what: str, tensors: list[Tensor]) -> Hashable:
     if isinstance(value, Tensor):
         if not is_plain(value) or value.is_nested:
             raise CannotTakeApart(f"{what} is a {type(value).__name__} with layout {value.layout}, not a plain tensor")
-        if value.requires_grad and value.is_leaf:
-            raise CannotTakeApart(f"{what} is a tensor that requires a gradient of its own")
+        if value.requires_grad:
+            owner = "of its own" if value.is_leaf else "for the function that computed it"
+            raise CannotTakeApart(
+                f"{what} requires a gradient {owner}, and a replay reads a copy of its values. Compute it in the captured "
+                "function, or pass it without a gradient (detach)"
+            )
         tensors.append(value)
         return ("tensor", value.shape, value.stride(), value.dtype)
     if isinstance(value, PLAIN):
@@ -120,55 +145,3 @@ def _build(key: Any, tensors: Iterator[Tensor]) -> Any:
         return dict(zip(key[1], [_build(item, tensors) for item in key[2]], strict=True))
     items = [_build(item, tensors) for item in key[1]]
     return kind(*items) if hasattr(kind, "_fields") else kind(items)
-
-
-class OuterVariables:
-    """The variables outside a function that its code reads by name: global ones, and those of enclosing functions.
-
-    A recording keeps their values: a number is part of what was recorded, and a tensor is read where it was. Attributes
-    (``config.scale``), and what functions called by it read, are not known.
-    """
-
-    def __init__(self, function: Any) -> None:
-        function = getattr(function, "__func__", function)  # of a method
-        code = getattr(function, "__code__", None)
-        self._globals: dict[str, Any] = getattr(function, "__globals__", {})
-        self._names = sorted(set(_global_names(code))) if code is not None else []
-        cells = getattr(function, "__closure__", None) or ()
-        self._cells = list(zip(code.co_freevars, cells, strict=True)) if code is not None else []
-
-    def values(self) -> tuple[tuple[str, Hashable], ...]:
-        """Return the name and value of each that is a plain value or a tensor. Of a tensor: where it is, unless it is a number."""
-        found = [(name, _of(value)) for name, value in self._found()]
-        return tuple((name, value) for name, value in found if value is not None)
-
-    def tensors(self) -> list[Tensor]:
-        """Return those that are tensors."""
-        return [value for _, value in self._found() if isinstance(value, Tensor)]
-
-    def _found(self) -> Iterator[tuple[str, Any]]:
-        for name in self._names:
-            if name in self._globals:
-                yield name, self._globals[name]
-        for name, cell in self._cells:
-            with suppress(ValueError):  # not assigned yet
-                yield name, cell.cell_contents
-
-
-def _of(value: Any) -> Hashable | None:
-    if isinstance(value, Tensor):
-        if value.device.type == "cpu" and value.numel() == 1:
-            return ("number", value.item())
-        if value.layout is not torch.strided:
-            return ("tensor", id(value))
-        return ("tensor", value.data_ptr(), value.shape, value.stride(), value.dtype)
-    return (type(value), value) if isinstance(value, PLAIN) else None
-
-
-def _global_names(code: CodeType) -> Iterator[str]:
-    for instruction in dis.get_instructions(code):
-        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            yield str(instruction.argval)
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _global_names(constant)

@@ -28,7 +28,6 @@ from lockstep.gradients.lane_engine import LaneEngine
 from lockstep.training import step_gate
 from lockstep.training.call_signature import (
     CannotTakeApart,
-    OuterVariables,
     Structure,
     addresses,
     empty_like,
@@ -36,11 +35,13 @@ from lockstep.training.call_signature import (
     map_tensors,
     put_together,
     take_apart,
+    torch_settings,
 )
 from lockstep.training.capture_reasons import describe_difference, describe_failure
 from lockstep.training.captured_backward import BackwardWork, Recorded
 from lockstep.training.captured_update import UpdateWork, describe_host_work, describe_replaced, host_state, state_tensors
 from lockstep.training.memory_reads import MemoryReads
+from lockstep.training.outer_variables import OuterVariables
 from lockstep.training.recordings import EAGER_STEPS, Recordings
 from lockstep.training.step_gate import StepGate
 
@@ -299,7 +300,7 @@ class CapturedFunction(Generic[P, T]):
         torch.clear_autocast_cache()
         recording = recorder.record(body)
         recorded, outputs, changed = found
-        scales = [scaler._scale for scaler in self._context.gate.scalers if scaler._scale is not None]
+        scales = [scaler._scale for scaler in self._context.gate.enabled_scalers if scaler._scale is not None]
         known = [*inputs, *followed, *scales, *self._outer.tensors(), *work.tensors()]
         keeps_alive = [*reads.outside(self._context.device, known), *(tensor for tensor in known if not is_plain(tensor))]
         return KeptRecording(recording, inputs, recorded, outputs, changed, keeps_alive)
@@ -321,20 +322,14 @@ class CapturedFunction(Generic[P, T]):
     def _key(self, recorder: GraphRecorder, structure: Structure, work: Work) -> Key:
         engine = self._context.engine
         tensors = [*(param for _, param in engine.named), *engine.buffers.tensors()]
-        settings = (
-            torch.is_autocast_enabled(self._context.device.type),
-            torch.get_autocast_dtype(self._context.device.type),
-            torch.get_default_dtype(),
-            torch.get_float32_matmul_precision(),
-        )
         return (
             ("the arguments", structure),
             ("the variables", self._outer.values()),
-            ("torch's settings", settings),
+            ("torch's settings", torch_settings(self._context.device)),
             ("train or eval mode", bytes(module.training for module in self._modules)),
             ("what requires gradients", bytes(tensor.requires_grad for tensor in tensors)),
             ("where the model's tensors are", addresses(tensors)),
-            ("the scale", tuple(0 if s._scale is None else s._scale.data_ptr() for s in self._context.gate.scalers)),
+            ("the scale", tuple(0 if s._scale is None else s._scale.data_ptr() for s in self._context.gate.enabled_scalers)),
             ("the random generator", recorder.generator),
             *work.key(),
         )

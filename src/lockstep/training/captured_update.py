@@ -40,7 +40,7 @@ class UpdateWork:
 
     def objection(self) -> str | None:
         """Return why this call cannot be recorded, if that is known before."""
-        if any(_stages(scaler) for scaler in self._gate.scalers):
+        if any(_stages(scaler) for scaler in self._gate.enabled_scalers):
             return f"scaler.unscale_() was called before {self._name}(): call it in {self._name}() too"
         if any((grad := param.grad) is not None and grad.layout is not torch.strided for param in self._engine.params):
             return "a parameter has a sparse gradient"
@@ -52,7 +52,7 @@ class UpdateWork:
             ("the hyperparameters", tuple(_settings(optimizer) for optimizer in optimizers)),
             ("where the optimizers' states are", addresses(_state_tensors(optimizers))),
             ("the gradients", tuple(0 if (g := param.grad) is None else g.data_ptr() for param in self._engine.params)),
-            ("the scale", tuple(_address(scaler._scale) for scaler in self._gate.scalers)),
+            ("the settings of the scaler", tuple(_factors(scaler) for scaler in self._gate.enabled_scalers)),
         )
 
     def tensors(self) -> list[Tensor]:
@@ -68,7 +68,7 @@ class UpdateWork:
         """
         params = self._engine.params
         before = [param.grad for param in params]
-        states = [dict(scaler._per_optimizer_states) for scaler in self._gate.scalers]
+        states = [dict(scaler._per_optimizer_states) for scaler in self._gate.enabled_scalers]
         self._gate.called.clear()
         try:
             optimizers = self._gate.optimizers
@@ -84,7 +84,7 @@ class UpdateWork:
             has_stepped = any(isinstance(each, (Optimizer, GradScaler)) for each in self._gate.called)
             cleared = self._cleared(before)
         finally:
-            for scaler, state in zip(self._gate.scalers, states, strict=True):
+            for scaler, state in zip(self._gate.enabled_scalers, states, strict=True):
                 scaler._per_optimizer_states.clear()
                 scaler._per_optimizer_states.update(state)
             for param, grad in zip(params, before, strict=True):
@@ -96,7 +96,7 @@ class UpdateWork:
         after = [param.grad for param in self._engine.params]
         if any(now is not None and now is not then for now, then in zip(after, before, strict=True)):
             raise CannotRecord("it puts other tensors into param.grad")
-        if any(_stages(scaler) for scaler in self._gate.scalers):
+        if any(_stages(scaler) for scaler in self._gate.enabled_scalers):
             raise CannotRecord(f"scaler.update() is not called in it: call it in {self._name}() too")
         return [i for i, (now, then) in enumerate(zip(after, before, strict=True)) if now is None and then is not None]
 
@@ -151,8 +151,8 @@ def describe_replaced(before: dict[tuple[str, str, int], Tensor], after: dict[tu
     for (kind, name, number), tensor in before.items():
         if after.get((kind, name, number)) is not tensor:
             return (
-                f"{kind} puts another tensor into its state for `{name}` in a step, and a replay would write to the old one. Let it "
-                f"write `{name}` in place (copy_), or call {kind}.step() outside of it"
+                f"{kind} puts another tensor into its state for `{name}` in a step, and a replay would write to the old one. Let "
+                f"it write `{name}` in place (copy_), or call {kind}.step() outside of it"
             )
     return None
 
@@ -211,6 +211,10 @@ def _setting(value: Any) -> Hashable:
     except TypeError:
         return repr(value)
     return value  # type: ignore[no-any-return]
+
+
+def _factors(scaler: GradScaler) -> Hashable:
+    return scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()
 
 
 def _stages(scaler: GradScaler) -> bool:
