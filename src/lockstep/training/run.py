@@ -424,8 +424,8 @@ class Run:
         afterwards: the average of the step is there only after the call.
 
         Args:
-            function: Its arguments are tensors that require no gradient, plain values, or tuples, lists and dicts of them, and so is what it returns.
-                Tensors are moved to ``run.device`` first.
+            function: Its arguments are tensors, plain values, or tuples, lists and dicts of them, and so is what it returns.
+                Tensors require no gradient, and are moved to ``run.device`` first.
             shapes: How many captures are kept, one for each combination of shapes and plain values. Each has gradients of its own.
 
         Returns:
