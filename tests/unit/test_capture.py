@@ -577,16 +577,27 @@ def test_an_optimizer_that_counts_on_the_host_is_not_recorded(capfd: pytest.Capt
     assert "_update is not captured: Counting counts on the host" in quiet(capfd)
 
 
-def test_a_state_that_the_user_replaces_is_recorded_anew() -> None:
+class Nesting(torch.optim.SGD):
+    """Keeps a list of tensors in its state."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step()
+        for param, state in self.state.items():
+            state.setdefault("history", [torch.zeros_like(param)])[0].add_(param)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_state_that_the_user_replaces_is_recorded_anew(nested: bool) -> None:
     def zero(loop: Loop) -> Callable[[int], None]:
         def change(step: int) -> None:
             if step == 10:
                 state = loop.opt.state[next(loop.model.parameters())]
-                state["momentum_buffer"] = torch.zeros_like(state["momentum_buffer"])
+                entries, key = (state["history"], 0) if nested else (state, "momentum_buffer")
+                entries[key] = torch.zeros_like(entries[key])
 
         return change
 
-    loop, plain = Loop(), Loop()
+    loop, plain = (Loop(opt=lambda params: Nesting(params, lr=0.1, momentum=0.9)) for _ in range(2))
     plain.run._parts.captures.recorder = None
     assert loop.train(20, zero(loop)) == plain.train(20, zero(plain))
     assert loop.update.replays == 20 - 5 - 2

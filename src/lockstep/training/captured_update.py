@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from copy import copy
+from itertools import chain
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ class UpdateWork:
 
     def __init__(self, engine: LaneEngine, gate: StepGate, name: str, is_in_loop: Callable[[], bool]) -> None:
         self._engine, self._gate, self._name, self._is_in_loop = engine, gate, name, is_in_loop
+        self._states = _StateTensors()
 
     def is_now(self) -> bool:
         """Whether the gradients are averaged, and the calls in the function take effect. Otherwise it runs as it is."""
@@ -50,7 +52,7 @@ class UpdateWork:
         optimizers = self._gate.optimizers
         return (
             ("the hyperparameters", tuple(_settings(optimizer) for optimizer in optimizers)),
-            ("where the optimizers' states are", addresses(_state_tensors(optimizers))),
+            ("where the optimizers' states are", addresses(self._states.of(optimizers))),
             ("the gradients", tuple(0 if (g := param.grad) is None else g.data_ptr() for param in self._engine.params)),
             ("the settings of the scaler", tuple(_factors(scaler) for scaler in self._gate.enabled_scalers)),
         )
@@ -59,7 +61,7 @@ class UpdateWork:
         """Return the tensors whose addresses are part of ``key``."""
         settings = [value for optimizer in self._gate.optimizers for group in optimizer.param_groups for value in group.values()]
         gradients = [param.grad for param in self._engine.params if param.grad is not None]
-        return [*gradients, *(value for value in settings if isinstance(value, Tensor)), *_state_tensors(self._gate.optimizers)]
+        return [*gradients, *(value for value in settings if isinstance(value, Tensor)), *self._states.of(self._gate.optimizers)]
 
     def call(self, function: Callable[[], Any], reads: MemoryReads | None = None) -> Recorded:
         """Call the function for a recording, or with ``reads`` for a rehearsal.
@@ -157,12 +159,24 @@ def describe_replaced(before: dict[tuple[str, str, int], Tensor], after: dict[tu
     return None
 
 
-def _state_tensors(optimizers: list[Optimizer]) -> list[Tensor]:
-    """Return all tensors in the states of the optimizers, also in lists and dicts. Called in each step."""
-    states = [state for optimizer in optimizers for state in optimizer.state.values()]
-    values = [value for state in states for value in (state.values() if isinstance(state, dict) else (state,))]
-    nested = [value for value in values if isinstance(value, (list, tuple, dict))]
-    return [value for value in (*values, *tree_leaves(nested)) if isinstance(value, Tensor)]
+class _StateTensors:
+    """All tensors in the states of the optimizers, also in lists and dicts. Looked for again only if an entry may be another."""
+
+    def __init__(self) -> None:
+        self._entries: list[Any] = []
+        self._ids: list[int] = []
+        self._is_nested = False
+        self._tensors: list[Tensor] = []
+
+    def of(self, optimizers: list[Optimizer]) -> list[Tensor]:
+        states = [state for optimizer in optimizers for state in optimizer.state.values()]
+        entries = [*chain.from_iterable([state.values() if isinstance(state, dict) else (state,) for state in states])]
+        ids = [*map(id, entries)]
+        if ids != self._ids or self._is_nested:
+            self._entries, self._ids = entries, ids  # the entries are kept, so that their ids belong to them
+            self._is_nested = any(isinstance(entry, (list, tuple, dict)) for entry in entries)
+            self._tensors = [value for value in tree_leaves(entries) if isinstance(value, Tensor)]
+        return self._tensors
 
 
 @contextmanager
