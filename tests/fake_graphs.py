@@ -1,7 +1,8 @@
 """FakeGraphs: a GraphRecorder for tests without a GPU. A "replay" calls the recorded function again, on the same tensors.
 
 As a CUDA graph it does nothing when it records, writes its results to the same memory at each replay, and reads what lies at the
-addresses of the recording. Before each replay the results are overwritten by NaN: who still uses them is found.
+addresses of the recording. Before each replay the results are overwritten by NaN, and those of the recordings that were made after
+it too, since they may lie where it had its activations: who still uses them is found.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ from lockstep.gradients.cuda_graph import Results
 
 
 class FakeRecording:
-    def __init__(self, body: Callable[[], Results], results: Results) -> None:
-        self.results, self._body, self.is_closed = results, body, False
+    def __init__(self, body: Callable[[], Results], results: Results, pool: list[FakeRecording]) -> None:
+        self.results, self._body, self._pool, self.is_closed = results, body, pool, False
+        pool.append(self)
 
     def replay(self) -> None:
         assert not self.is_closed
-        self.spoil()
+        for recording in self._pool[self._pool.index(self) :]:
+            recording.spoil()
         with torch.enable_grad():
             new = self._body()
         with torch.no_grad():
@@ -51,6 +54,7 @@ class FakeGraphs:
         self.recorded: list[FakeRecording] = []
         self.waits: list[str] = []
         self.fail: Exception | None = None
+        self.fail_rehearsals: Exception | None = None
 
     def record(self, body: Callable[[], Results]) -> FakeRecording:
         before = [(tensor, tensor.detach().clone()) for tensor in self._tensors()]
@@ -63,9 +67,14 @@ class FakeGraphs:
             with torch.no_grad():
                 for tensor, value in before:
                     tensor.copy_(value)
-        self.recorded.append(FakeRecording(body, results))
-        self.recorded[-1].spoil()
+        FakeRecording(body, results, self.recorded).spoil()
         return self.recorded[-1]
+
+    def rehearse(self, body: Callable[[], Results]) -> None:
+        self.record(body)
+        self.recorded.pop().close()
+        if self.fail_rehearsals is not None:
+            raise self.fail_rehearsals
 
     @contextmanager
     def watching(self, transparent: str) -> Iterator[list[str]]:
@@ -82,7 +91,7 @@ def capture_on_host(run: lockstep.Run) -> FakeGraphs:
         for optimizer in parts.gate.optimizers:
             for state in optimizer.state.values():
                 found += [value for value in state.values() if isinstance(value, Tensor)]
-        for scaler in parts.gate.scalers:
+        for scaler in parts.gate.enabled_scalers:
             found += [each for each in (scaler._scale, scaler._growth_tracker) if each is not None]
         return found
 

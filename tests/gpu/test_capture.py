@@ -6,8 +6,9 @@ import contextlib
 import ctypes
 import gc
 import io
+import tempfile
 import unittest
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,10 @@ from torch import Tensor, nn
 
 import lockstep
 from lockstep.gradients.cuda_graph import CannotRecord, CudaGraphs
+from tests import shared_gpu
 from tests.capture_jobs import JOBS, Result, adamw, job
+from tests.captured_run import CapturedRun, require_survival
+from tests.gpu.ranks import sizes_over_nccl, use_gpu, why_no_nccl
 from tests.lane_jobs import Dropping, dataset
 from tests.workers import run_workers
 
@@ -25,8 +29,8 @@ GPU = "cuda:0"
 
 
 def every_job(rank: int, size: int, lanes: int) -> dict[str, tuple[Result, Result]]:
-    torch.cuda.set_device(0)
-    return {name: job(rank, size, name, GPU, lanes) for name in JOBS}
+    device = str(use_gpu())
+    return {name: job(rank, size, name, device, lanes) for name in JOBS}
 
 
 def train(body: Any, *, capture: bool, steps: int = 10, lanes: int = 2) -> tuple[Any, str, str]:
@@ -106,6 +110,33 @@ def memory_of_shapes(rank: int, size: int) -> tuple[list[int], int, int]:
                 reserved.append(torch.cuda.memory_reserved())
         made = captured._recordings.dropped + captured.recordings
         return reserved, captured.recordings, made
+
+
+def replaced_attribute(rank: int, size: int) -> tuple[list[float], list[float], int]:
+    """Replace a tensor that a recording reads, and use all memory of its size. Returns losses of a model that does not learn."""
+    torch.cuda.set_device(0)
+    model, weight = nn.Linear(12, 4).to(GPU), torch.rand(4, device=GPU)
+    criterion = nn.CrossEntropyLoss(weight=weight.clone())
+    opt = torch.optim.SGD(model.parameters(), lr=0.0)
+    found, want = [], []
+    with lockstep.Run(model, opt, lanes=1) as run:
+
+        @run.capture
+        def forward_backward(x: Tensor, y: Tensor) -> Tensor:
+            loss = criterion(model(x), y)
+            loss.backward()
+            return loss
+
+        for x, y in run.shard(dataset(160), global_batch=16):
+            if run.step == 6:
+                criterion.weight = torch.rand(4, device=GPU)
+                kept = [torch.full((4,), 77.0, device=GPU) for _ in range(10_000)]
+            found.append(forward_backward(x, y).item())
+            want.append(F.cross_entropy(model(x.to(GPU)), y.to(GPU), weight).item())
+            opt.step()
+            opt.zero_grad()
+        del kept
+    return found[6:], want[6:], forward_backward.replays
 
 
 def raise_error(x: Tensor) -> None:
@@ -210,14 +241,47 @@ class Captured(unittest.TestCase):
                     self.assertEqual(captured.digest, loop.digest)
                     self.assertGreater(min(captured.replays.values()), 0)
 
-    def test_workers_that_share_the_gpu_have_the_bits_of_one(self) -> None:
+    def compare_with_one(self, carrier: str, sizes: Sequence[int]) -> None:
         (alone,) = run_workers(every_job, 1, 4, deadline_s=120)
-        for size in (2, 4):
-            for results in run_workers(every_job, size, 4, deadline_s=180, env={"LOCKSTEP_COMM": "gloo"}):
+        for size in sizes:
+            for results in run_workers(every_job, size, 4, deadline_s=180, env={"LOCKSTEP_COMM": carrier}):
                 for name, (_, captured) in results.items():
                     with self.subTest(f"{name} on {size}: {captured}"):
                         self.assertEqual(captured.digest, alone[name][0].digest)
                         self.assertGreater(min(captured.replays.values()), 0)
+
+    def test_workers_over_gloo_have_the_bits_of_one(self) -> None:
+        self.compare_with_one("gloo", (2, 4))
+
+    def test_workers_over_nccl_have_the_bits_of_one(self) -> None:
+        if reason := why_no_nccl(2):
+            self.skipTest(reason)
+        self.compare_with_one("nccl", sizes_over_nccl())
+
+    def survive_a_kill(self, carrier: str, gap: str) -> None:
+        with tempfile.TemporaryDirectory(prefix="lockstep-captured-", ignore_cleanup_errors=True) as folder:
+            env = {"LOCKSTEP_COMM": carrier, **(shared_gpu.environment() if carrier == "nccl" else {})}
+            want = CapturedRun(Path(folder, "plain"), 0, captured=False, device="cuda").result()
+            run = CapturedRun(Path(folder, "run"), 3, captured=True, env=env, device="cuda", die_in=gap, hold_at=40)
+            try:
+                require_survival(run, want)
+            finally:
+                run.stop()
+
+    def test_a_worker_killed_before_a_replay_costs_nothing_over_gloo(self) -> None:
+        self.survive_a_kill("gloo", "replay")
+
+    def test_a_worker_killed_before_a_replay_or_with_averages_costs_nothing_over_nccl(self) -> None:
+        if reason := why_no_nccl(3):
+            self.skipTest(reason)
+        for gap in ("replay", "averaged"):
+            with self.subTest(gap):
+                self.survive_a_kill("nccl", gap)
+
+    def test_memory_that_is_read_through_an_attribute_is_not_used_again(self) -> None:
+        ((found, want, replays),) = run_workers(replaced_attribute, 1, deadline_s=60)
+        self.assertEqual(found, want)
+        self.assertGreater(replays, 0)
 
     def test_what_cannot_be_captured_runs_as_it_is_and_one_line_says_why(self) -> None:
         (found,) = run_workers(what_cannot_be_captured, 1, deadline_s=120)

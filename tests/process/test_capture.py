@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from tests.capture_jobs import JOBS, LANES, Result, job
+from tests.captured_run import GAPS, CapturedRun, require_survival
 from tests.fake_graphs import capture_on_host
-from tests.fork_server import ROOT
-from tests.launch import LaunchedRun
 from tests.workers import run_workers
 
 
@@ -38,16 +37,6 @@ def test_captured_functions_have_the_bits_of_one_worker_without_them(name: str, 
         assert captured.replays["update"] > 0 or name == "accumulated"
 
 
-class CapturedRun(LaunchedRun):
-    """One run of tests/scripts/captured.py."""
-
-    def __init__(self, folder: Path, workers: int, captured: bool, **settings: Any) -> None:
-        env = {f"CAPTURED_{name.upper()}": str(value) for name, value in settings.items()}
-        env |= {"OMP_NUM_THREADS": "1", "CAPTURED": "1" if captured else ""}
-        script = ROOT / "tests" / "scripts" / "captured.py"
-        super().__init__(script, "--hang-timeout", "5", folder=folder, workers=workers, env=env)
-
-
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
     return CapturedRun(tmp_path_factory.mktemp("plain"), 0, captured=False).result()
@@ -66,14 +55,6 @@ def start(tmp_path: Path) -> Iterator[Callable[..., CapturedRun]]:
         run.stop()
 
 
-@pytest.mark.parametrize("gap", ["replay", "bucket", "control", "averaged", "stepped"])
+@pytest.mark.parametrize("gap", GAPS)
 def test_a_worker_killed_in_a_replayed_step_costs_nothing(gap: str, expected: str, start: Callable[..., CapturedRun]) -> None:
-    run = start(3, die_in=gap, hold_at=40)
-    run.wait_for_generation(2)
-    assert (run.folder / "died").exists()
-    (run.folder / "hurry").touch()
-    assert run.result() == expected
-    for worker in ("0", "2"):
-        backwards, updates = map(int, run.notes("replays")[worker].split())
-        assert backwards > 100
-        assert updates > 20
+    require_survival(start(3, die_in=gap, hold_at=40), expected)

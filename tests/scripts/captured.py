@@ -1,5 +1,6 @@
-"""Trains a CNN with dropout in captured functions for 60 steps, with the recorder of tests/fake_graphs.py.
+"""Trains a CNN with dropout in captured functions for 60 steps, with the recorder of tests/fake_graphs.py, or on a GPU.
 
+CAPTURED_DEVICE: "cuda" uses the GPU of the local rank, and NCCL from the first step if LOCKSTEP_COMM is nccl.
 CAPTURED: "" runs the functions as they are. CAPTURED_HOLD_AT: from this step on the loop is slow until a file named hurry appears.
 CAPTURED_DIE_IN: worker 1 is killed in this gap of step 25. It writes pid-<worker>, step, replays-<worker> and done-<worker>.
 """
@@ -16,7 +17,9 @@ from tests.lane_jobs import BATCH, CNN, LANES, Augmented, sgd
 from torch import nn
 
 import lockstep
+from lockstep.comm import open_comm
 from lockstep.comm.plain_state import digest, flatten
+from lockstep.gradients.cuda_graph import CudaGraph
 
 worker = os.environ.get("LOCKSTEP_WORKER", "0")
 Path(f"pid-{worker}").write_text(f"{os.getpid()}\n")
@@ -36,14 +39,23 @@ def before(owner: object, name: str, gap: str) -> None:
     setattr(owner, name, wrapped)
 
 
+device = torch.device("cpu")
+if os.environ.get("CAPTURED_DEVICE") == "cuda":
+    device = lockstep.World.detect().device()
+    torch.cuda.set_device(device)
+    if os.environ.get("LOCKSTEP_COMM") == "nccl":
+        open_comm._GLOO_MEANWHILE_BYTES = 0
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
 torch.manual_seed(11)
-model = nn.Sequential(CNN(), nn.Dropout(0.1))
+model = nn.Sequential(CNN(), nn.Dropout(0.1)).to(device)
 opt = sgd(model)
 sched = torch.optim.lr_scheduler.StepLR(opt, 12)
 run = lockstep.Run(model, opt, sched, lanes=LANES, seed=3, verify_every=5)
-if os.environ.get("CAPTURED"):
+if not os.environ.get("CAPTURED"):
+    run._parts.captures.recorder = None
+elif device.type == "cpu":
     capture_on_host(run)
-before(FakeRecording, "replay", "replay")
+before(FakeRecording if device.type == "cpu" else CudaGraph, "replay", "replay")
 before(run._engine._reducer, "_launch_buckets", "bucket")
 before(run._engine, "_control_word", "control")
 before(run._engine, "confirm", "averaged")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.data import TensorDataset
 
 import lockstep
@@ -209,6 +211,155 @@ def test_parameters_without_a_gradient_stay_without_one() -> None:
     assert torch.equal(loop.model.unused.weight, unused)
 
 
+# -- gradients belong to the step, not to a call ----------------------------------------------------
+
+
+def _replace_gradients(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+
+
+TOUCHES: dict[str, Callable[[nn.Module], Any]] = {
+    "clips": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.01),
+    "reads": lambda model: sum(param.grad.norm() for param in model.parameters() if param.grad is not None),
+    "replaces": _replace_gradients,
+    "writes unseen": lambda model: torch.autograd.graph.increment_version([param.grad for param in model.parameters()]),
+}
+
+
+@pytest.mark.parametrize("touch", TOUCHES)
+def test_a_function_that_touches_gradients_after_its_backward_runs_as_it_is(touch: str, capfd: pytest.CaptureFixture[str]) -> None:
+    def train(capture: bool) -> str:
+        loop = Loop(lanes=2)
+        if not capture:
+            loop.run._parts.captures.recorder = None
+
+        @loop.run.capture
+        def forward_backward(x: Tensor, y: Tensor) -> None:
+            F.cross_entropy(loop.model(x), y).backward()
+            if next(loop.model.parameters()).grad is not None:  # that of the last lane, in an eager step
+                TOUCHES[touch](loop.model)
+
+        loop.forward_backward = forward_backward
+        result = loop.train(10)
+        assert forward_backward.replays == 0
+        return result
+
+    assert train(True) == train(False)
+    (line,) = quiet(capfd).splitlines()
+    assert "forward_backward is not captured: it reads or changes param.grad after backward()" in line
+
+
+def test_two_backwards_in_one_captured_function_add_up() -> None:
+    def train(capture: bool) -> tuple[str, int]:
+        loop = Loop(lanes=2)
+        if not capture:
+            loop.run._parts.captures.recorder = None
+
+        @loop.run.capture
+        def forward_backward(x: Tensor, y: Tensor) -> None:
+            F.cross_entropy(loop.model(x), y).backward()
+            F.cross_entropy(loop.model(x * 2), y).backward()
+
+        for step in loop.run.steps(data(80), global_batch=8):
+            for x, y in step:
+                forward_backward(x, y)
+            loop.update()
+            loop.opt.zero_grad()
+        loop.run.close()
+        return digest(loop.model).hex(), forward_backward.replays
+
+    plain, captured = train(False), train(True)
+    assert captured[0] == plain[0]
+    assert captured[1] == 16
+
+
+def test_gradients_are_kept_when_a_recording_that_shares_their_memory_is_replayed_in_the_same_lane() -> None:
+    def train(capture: bool) -> tuple[str, int, int]:
+        loop = Loop(lanes=2)
+        if not capture:
+            loop.run._parts.captures.recorder = None
+        for step in loop.run.steps(data(80), global_batch=8):
+            for x, y in step:
+                calls = [(x[:3].clone(), y[:3].clone()), (x, y)]  # the shorter one is recorded first
+                for batch in calls if loop.run.step < 5 else reversed(calls):
+                    loop.forward_backward(*batch)
+            loop.update()
+            loop.opt.zero_grad()
+        loop.run.close()
+        return digest(loop.model).hex(), loop.forward_backward.replays, loop.update.replays
+
+    plain, captured = train(False), train(True)
+    assert captured[0] == plain[0]
+    assert captured[1] == 32
+    assert captured[2] >= 5, "the gradients are at the same place in each step, so the update is replayed"
+
+
+def test_gradients_that_the_user_takes_out_of_a_lane_are_not_overwritten_by_the_next_replay() -> None:
+    def train(capture: bool) -> str:
+        loop = Loop(lanes=2)
+        if not capture:
+            loop.run._parts.captures.recorder = None
+        params = list(loop.model.parameters())
+        for step in loop.run.steps(data(80), global_batch=8):
+            for x, y in step:
+                loop.forward_backward(x, y)
+                first = [param.grad for param in params]
+                loop.model.zero_grad()
+                loop.forward_backward(x * 2, y)
+                for param, grad in zip(params, first, strict=True):
+                    param.grad = param.grad * grad.sign()
+            loop.update()
+            loop.opt.zero_grad()
+        loop.run.close()
+        return digest(loop.model).hex()
+
+    assert train(True) == train(False)
+
+
+# -- memory that a recording reads ------------------------------------------------------------------
+
+
+def test_memory_that_a_recording_reads_through_an_attribute_is_not_used_again_before_the_recording_is_closed() -> None:
+    loop = Loop()
+    criterion = nn.CrossEntropyLoss(weight=torch.rand(4))
+    before = StorageWeakRef(criterion.weight.untyped_storage())
+
+    @loop.run.capture
+    def forward_backward(x: Tensor, y: Tensor) -> None:
+        criterion(loop.model(x), y).backward()
+
+    loop.forward_backward = forward_backward
+
+    def replace(step: int) -> None:
+        if step == 6:
+            criterion.weight = torch.rand(4)
+        assert not before.expired()
+
+    loop.train(10, replace)
+    assert forward_backward.replays == 7
+    assert before.expired()
+
+
+def test_memory_whose_address_is_part_of_the_key_is_free_when_the_user_has_replaced_it() -> None:
+    loop, shift = Loop(), torch.ones(12)
+    before = StorageWeakRef(shift.untyped_storage())
+
+    @loop.run.capture
+    def forward_backward(x: Tensor, y: Tensor) -> None:
+        F.cross_entropy(loop.model(x + shift), y).backward()
+
+    for x, y in loop.run.shard(data(80), global_batch=8):
+        if loop.run.step == 6:
+            shift = torch.zeros(12)
+            assert before.expired()
+        forward_backward(x, y)
+        loop.opt.step()
+        loop.opt.zero_grad()
+    assert forward_backward.recordings == 2
+    loop.run.close()
+
+
 # -- what is recorded, and when --------------------------------------------------------------------
 
 
@@ -276,6 +427,57 @@ def test_numbers_and_tensors_that_the_function_reads_by_name_may_change() -> Non
     plain, captured = train(False), train(True)
     assert captured[0] == plain[0]
     assert captured[1] == 20 - 3 - 2 - 2
+
+
+FACTOR = 1.0
+
+
+def scaled_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x), y) * FACTOR
+
+
+def _decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def wrapper(*args: Any) -> Any:
+        return function(*args)
+
+    return wrapper
+
+
+class Loss:
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def method(self, x: Tensor, y: Tensor) -> None:
+        (scaled_loss(self.function, x, y)).backward()
+
+    __call__ = method
+
+
+WRAPPED: dict[str, Callable[[nn.Module], Callable[..., Any]]] = {
+    "a decorator": lambda model: _decorate(lambda x, y: (F.cross_entropy(model(x), y) * FACTOR).backward()),
+    "autocast": lambda model: torch.autocast("cpu", enabled=False)(lambda x, y: (F.cross_entropy(model(x), y) * FACTOR).backward()),
+    "partial": lambda model: functools.partial(lambda factor, x, y: (F.cross_entropy(model(x), y) * FACTOR).backward(), 1),
+    "a method": lambda model: Loss(model).method,
+    "an object": lambda model: Loss(model),
+    "a global function": lambda model: lambda x, y: scaled_loss(model, x, y).backward(),
+    "a function of an enclosing one": lambda model: (lambda loss: lambda x, y: loss(model, x, y).backward())(scaled_loss),
+}
+
+
+@pytest.mark.parametrize("kind", WRAPPED)
+def test_numbers_that_a_wrapped_function_reads_may_change(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def train(capture: bool) -> tuple[str, int]:
+        loop = Loop()
+        if not capture:
+            loop.run._parts.captures.recorder = None
+        loop.forward_backward = loop.run.capture(WRAPPED[kind](loop.model))
+        result = loop.train(12, lambda step: monkeypatch.setitem(globals(), "FACTOR", 1.0 if step < 6 else 0.5))
+        return result, len(loop.recorder.recorded)
+
+    plain, captured = train(False), train(True)
+    assert captured[0] == plain[0]
+    assert captured[1] == 4, "forward and backward twice, and the update for the gradients of each"
 
 
 def test_the_least_recently_used_capture_is_dropped_and_a_line_says_that_there_are_more(capfd: pytest.CaptureFixture[str]) -> None:
@@ -375,6 +577,73 @@ def test_an_optimizer_that_counts_on_the_host_is_not_recorded(capfd: pytest.Capt
     assert "_update is not captured: Counting counts on the host" in quiet(capfd)
 
 
+class Nesting(torch.optim.SGD):
+    """Keeps a list of tensors in its state."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step()
+        for param, state in self.state.items():
+            state.setdefault("history", [torch.zeros_like(param)])[0].add_(param)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_state_that_the_user_replaces_is_recorded_anew(nested: bool) -> None:
+    def zero(loop: Loop) -> Callable[[int], None]:
+        def change(step: int) -> None:
+            if step == 10:
+                state = loop.opt.state[next(loop.model.parameters())]
+                entries, key = (state["history"], 0) if nested else (state, "momentum_buffer")
+                entries[key] = torch.zeros_like(entries[key])
+
+        return change
+
+    loop, plain = (Loop(opt=lambda params: Nesting(params, lr=0.1, momentum=0.9)) for _ in range(2))
+    plain.run._parts.captures.recorder = None
+    assert loop.train(20, zero(loop)) == plain.train(20, zero(plain))
+    assert loop.update.replays == 20 - 5 - 2
+
+
+class Replacing(torch.optim.SGD):
+    """Puts new tensors into its state in each step, except while ``rarely`` is set."""
+
+    rarely = False
+
+    def step(self, closure: Any = None) -> Any:
+        super().step()
+        for state in self.state.values():
+            if not self.rarely:
+                state["momentum_buffer"] = state["momentum_buffer"] * 0.5
+
+
+def test_an_optimizer_that_replaces_its_state_in_each_step_is_not_recorded(capfd: pytest.CaptureFixture[str]) -> None:
+    options = {"opt": lambda params: Replacing(params, lr=0.1, momentum=0.9)}
+    loop = Loop(**options)
+    assert loop.train(10) == without_capture(**options)(10)
+    assert (loop.update.replays, loop.forward_backward.replays) == (0, 7)
+    (line,) = quiet(capfd).splitlines()
+    assert "_update is not captured: Replacing puts another tensor into its state for `momentum_buffer` in a step" in line
+
+
+def test_a_state_that_is_replaced_only_in_the_recorded_step_is_put_back(capfd: pytest.CaptureFixture[str]) -> None:
+    options = {"opt": lambda params: Replacing(params, lr=0.1, momentum=0.9)}
+
+    def train(capture: bool) -> str:
+        loop = Loop(**options)
+        loop.opt.rarely = True
+        if not capture:
+            loop.run._parts.captures.recorder = None
+
+        def update() -> None:
+            loop.opt.rarely = not (capture and loop.run._parts.gate._is_recording)
+            loop.opt.step()
+
+        loop.update = loop.run.capture(update)
+        return loop.train(10)
+
+    assert train(True) == train(False)
+    assert "update is not captured: Replacing puts another tensor" in quiet(capfd)
+
+
 def test_a_scheduler_in_the_update_is_named(capfd: pytest.CaptureFixture[str]) -> None:
     options = {"scheduler": lambda opt: torch.optim.lr_scheduler.StepLR(opt, 10, 0.5)}
 
@@ -393,6 +662,30 @@ def test_a_scheduler_in_the_update_is_named(capfd: pytest.CaptureFixture[str]) -
 
     assert train(True) == train(False)
     assert "update is not captured: it calls StepLR.step(), which works on the host" in quiet(capfd)
+
+
+def test_a_scaler_that_is_not_enabled_is_captured() -> None:
+    model = build("mlp")
+    opt, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", enabled=False)
+    run = lockstep.Run(model, opt, scaler, lanes=1)
+    capture_on_host(run)
+
+    @run.capture
+    def forward_backward(x: Tensor, y: Tensor) -> None:
+        scaler.scale(F.cross_entropy(model(x), y)).backward()
+
+    @run.capture
+    def update() -> None:
+        scaler.unscale_(opt)
+        scaler.step(opt)
+        scaler.update()
+
+    for x, y in run.shard(data(80), global_batch=8):
+        forward_backward(x, y)
+        update()
+        opt.zero_grad()
+    run.close()
+    assert (forward_backward.replays, update.replays) == (7, 5)
 
 
 def test_a_scaler_that_is_used_in_part_is_named(capfd: pytest.CaptureFixture[str]) -> None:
@@ -436,6 +729,69 @@ def test_backward_and_update_in_one_function_run_as_they_are(capfd: pytest.Captu
     assert "Capture two functions" in quiet(capfd)
 
 
+SETTINGS: dict[str, Callable[[], Any]] = {
+    "matmul": lambda: torch.set_float32_matmul_precision("high"),
+    "tf32": lambda: setattr(torch.backends.cudnn, "allow_tf32", False),
+    "the newer way": lambda: setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32"),
+    "attention": lambda: torch.backends.cuda.enable_flash_sdp(False),
+    "deterministic": lambda: torch.use_deterministic_algorithms(True, warn_only=True),
+    "cudnn": lambda: setattr(torch.backends.cudnn, "benchmark", True),
+}
+
+
+@pytest.fixture
+def settings_restored() -> Iterator[None]:
+    flash, benchmark, tf32 = (
+        torch.backends.cuda.flash_sdp_enabled(),
+        torch.backends.cudnn.benchmark,
+        torch.backends.cudnn.allow_tf32,
+    )
+    yield
+    torch.backends.cuda.matmul.fp32_precision = "none"
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark = tf32, benchmark
+    torch.backends.cuda.enable_flash_sdp(flash)
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("settings_restored")
+@pytest.mark.parametrize("name", SETTINGS)
+def test_another_setting_of_torch_that_chooses_kernels_is_recorded_anew(name: str) -> None:
+    loop = Loop()
+    loop.train(16, lambda step: SETTINGS[name]() if step == 8 else None)
+    assert loop.forward_backward.replays == 16 - 3 - 2
+
+
+def test_another_growth_interval_of_a_scaler_is_recorded_anew() -> None:
+    def train(capture: bool) -> tuple[float, int]:
+        model = build("mlp")
+        opt, scaler = torch.optim.SGD(model.parameters(), 0.1, fused=True), torch.amp.GradScaler("cpu", 4.0, growth_interval=1000)
+        run = lockstep.Run(model, opt, scaler, lanes=1)
+        if capture:
+            capture_on_host(run)
+
+        @run.capture
+        def forward_backward(x: Tensor, y: Tensor) -> None:
+            scaler.scale(F.cross_entropy(model(x), y)).backward()
+
+        @run.capture
+        def update() -> None:
+            scaler.step(opt)
+            scaler.update()
+
+        for x, y in run.shard(data(8 * 20), global_batch=8):
+            if run.step == 10:
+                scaler.set_growth_interval(2)
+            forward_backward(x, y)
+            update()
+            opt.zero_grad()
+        run.close()
+        return scaler.get_scale(), update.replays
+
+    plain, captured = train(False), train(True)
+    assert captured == (plain[0], 20 - 5 - 2)
+
+
 # -- what cannot be captured -----------------------------------------------------------------------
 
 
@@ -459,6 +815,13 @@ def test_a_recording_that_fails_costs_nothing_but_a_line(error: Exception, reaso
     assert f"_forward_backward is not captured: {reason}.\n" in quiet(capfd)
 
 
+def test_a_rehearsal_that_fails_by_itself_does_not_prevent_the_recording() -> None:
+    loop = Loop()
+    loop.recorder.fail_rehearsals = CannotRecord("torch's mode cannot do this")
+    assert loop.train(8) == without_capture()(8)
+    assert loop.forward_backward.replays == 8 - 3
+
+
 def test_recordings_of_another_random_generator_are_not_replayed() -> None:
     loop = Loop()
 
@@ -480,7 +843,11 @@ def test_a_wait_that_is_seen_prevents_the_recording(capfd: pytest.CaptureFixture
 
 @pytest.mark.parametrize(
     ("argument", "words"),
-    [(object(), "an argument[0][1] is a object"), (torch.zeros(3, requires_grad=True), "requires a gradient of its own")],
+    [
+        (object(), "an argument[0][1] is a object"),
+        (torch.zeros(3, requires_grad=True), "an argument[0][1] requires a gradient of its own"),
+        (torch.zeros(3, requires_grad=True) * 2, "an argument[0][1] requires a gradient for the function that computed it"),
+    ],
 )
 def test_arguments_that_cannot_be_copied_are_named(argument: Any, words: str, capfd: pytest.CaptureFixture[str]) -> None:
     loop = Loop()

@@ -140,3 +140,19 @@ def test_other_warnings_are_passed_on(cuda: FakeCuda) -> None:
     with pytest.warns(UserWarning, match="something else"), CudaGraphs(HOST).watching("") as places:
         warnings.warn("something else", stacklevel=1)
     assert places == []
+
+
+def test_a_rehearsal_leaves_nothing(cuda: FakeCuda) -> None:
+    recorder, calls = CudaGraphs(HOST), []
+    recorder.rehearse(lambda: [torch.ones(len(calls)) for _ in range(2) if not calls.append(1)])
+    assert len(calls) == 2
+    torch.cuda.empty_cache()
+    assert cuda.device.counts == {}
+    recorder.record(lambda: []).close()
+
+
+def test_a_reason_that_is_a_sentence_is_passed_on_with_the_line(cuda: FakeCuda) -> None:
+    def body() -> Any:
+        raise CannotRecord("it does what nobody may")
+
+    assert fail(CudaGraphs(HOST), body).startswith("it does what nobody may (test_cuda_graph.py:")

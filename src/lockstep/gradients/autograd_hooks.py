@@ -24,6 +24,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -172,6 +173,39 @@ class AutogradHooks:
             self._report()
             self._forget_owner()
             self._on_end()
+
+
+class LeftGradients:
+    """The gradients as backwards have left them. ``addresses`` are those of their memory."""
+
+    def __init__(self) -> None:
+        self.addresses: set[int] = set()
+        self._left: dict[int, tuple[Tensor, int]] = {}
+
+    def note(self, param: Tensor) -> None:
+        """A backward has accumulated the gradient of ``param``."""
+        grad = param.grad
+        if grad is not None:
+            self._left[id(param)] = grad, grad._version
+            if grad.layout is torch.strided:
+                self.addresses.add(grad.untyped_storage().data_ptr())
+
+    def is_untouched(self, param: Tensor) -> bool:
+        """Whether the gradient of ``param`` is the one that the last backward has left, or None."""
+        tensor, version = self._left.get(id(param), (None, 0))
+        return param.grad is None or (param.grad is tensor and param.grad._version == version)
+
+
+@contextmanager
+def noting_gradients(params: Sequence[Tensor]) -> Iterator[LeftGradients]:
+    """In this context, note the gradients that backwards leave."""
+    left = LeftGradients()
+    handles = [param.register_post_accumulate_grad_hook(left.note) for param in params if param.requires_grad]
+    try:
+        yield left
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _is_nested() -> bool:

@@ -75,6 +75,13 @@ class GraphRecorder(Protocol):
             CannotRecord: It does something that cannot be replayed. Nothing of it was done on the device.
         """
 
+    def rehearse(self, body: Callable[[], Results]) -> None:
+        """Call ``body`` as ``record`` does, and keep nothing of it. What it does on the device is never done.
+
+        Raises:
+            CannotRecord: As ``record``.
+        """
+
     def watching(self, transparent: str) -> AbstractContextManager[list[str]]:
         """A context manager. At its end the list contains the places at which the user's code has waited for the device.
 
@@ -125,6 +132,9 @@ class CudaGraphs:
         if not isinstance(error, Exception):
             raise error
         raise CannotRecord(_explain(error)) from None
+
+    def rehearse(self, body: Callable[[], Results]) -> None:
+        self.record(body).close()
 
     def _ready_stream(self) -> torch.cuda.Stream:
         """Return the stream for recordings. On a new one cuBLAS is used, forward and backward: its first use cannot be recorded."""
@@ -267,7 +277,8 @@ def _no_collection() -> Iterator[None]:
 def _explain(error: Exception) -> str:
     """Returns what has failed and where: the first line of the message, and the line of the user's code."""
     text = str(error).strip().splitlines()
-    reason = f"{type(error).__name__}: {text[0] if text else ''}".rstrip(": ")
+    kind = "" if isinstance(error, CannotRecord) else f"{type(error).__name__}: "
+    reason = f"{kind}{text[0] if text else ''}".rstrip(": ")
     if "accumulate" in reason.lower() or "legacy stream" in reason:
         reason += " (is the loss of an earlier backward() still referenced?)"
     frames = [(f.filename, f.lineno or 0, f.line or "") for f in traceback.extract_tb(error.__traceback__)]

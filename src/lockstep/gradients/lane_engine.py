@@ -43,6 +43,7 @@ from lockstep.gradients.engine_state import AFTER_BACKWARD, AVERAGED, EngineStat
 from lockstep.gradients.lane_buffers import LaneBuffers
 from lockstep.gradients.lane_reducer import LaneReducer, LaneWeights, WeightedMicroBatch
 from lockstep.gradients.module import HookedModule
+from lockstep.gradients.replayed_gradients import ReplayedGradients
 from lockstep.plan.lanes import assign_lanes
 from lockstep.plan.tree import Fold, fold
 from lockstep.recording.recorder import Recorder
@@ -122,6 +123,7 @@ class LaneEngine:
         self._collects, self.step, self._position = False, -1, (0, 0, 0, 0)
         self._report = b""  # the mask of the parameters that report their gradients at once
         self._sends_early = True  # whether buckets leave during the last backward
+        self._replayed = ReplayedGradients(self.params)
         self._earlier: dict[int, Tensor] = {}  # parameter -> its gradient from the phases of this step before
         self._hooks = AutogradHooks(self.params, self._begin, self._ready, self._end)
         self._model.hook(self._hooks)
@@ -210,6 +212,7 @@ class LaneEngine:
             self._lane_buffers.restore()
         self._lane, self._is_last, self._backwards = lane, is_last, 0
         self._lanes_run.add(lane)
+        self._replayed.start_lane()
         for param in self.params:
             param.grad = None
         self.state = EngineState.LANE
@@ -328,41 +331,19 @@ class LaneEngine:
         finally:
             self._hooks.enabled = True
 
-    def release(self, memory: Sequence[Tensor | None]) -> None:
-        """``memory`` is about to be overwritten: copy each ``param.grad`` that lies in it. Called before a replay."""
-        for param, static in zip(self.params, memory, strict=True):
-            grad = param.grad
-            if grad is not None and static is not None and grad.data_ptr() == static.data_ptr():
-                param.grad = grad.clone()
-
     def backward_was_replayed(self, gradients: Sequence[Tensor | None]) -> None:
         """A backward of this lane was replayed: it counts as one whose gradients all became ready at its end.
 
         Args:
-            gradients: The gradient of each of ``params``, or None. They lie in memory that the next replay overwrites, so they are
-                copied, unless this is the worker's last lane: its gradients are used up before.
+            gradients: The gradient of each of ``params``, or None. They lie in memory that the next replay overwrites.
         """
         with torch.no_grad():
             self._begin()
             if self.state is not EngineState.BACKWARD:
                 return
-            present = [i for i, gradient in enumerate(gradients) if gradient is not None]
-            self._place([(self.params[i], gradients[i]) for i in present])  # type: ignore[misc]
-            self._ready(present)
+            is_used_up = self._is_last and (self._sends_early or not self._collects)
+            self._ready(self._replayed.place(gradients, is_used_up=is_used_up, is_last=self._is_last))
             self._end()
-
-    def _place(self, gradients: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Put gradients into ``param.grad``, or add them to what is there."""
-        first = [(param, gradient) for param, gradient in gradients if param.grad is None]
-        more = [(param.grad, gradient) for param, gradient in gradients if param.grad is not None]
-        values = [gradient for _, gradient in first]
-        if not self._is_last and values:
-            values = [torch.empty_like(value) for value in values]
-            torch._foreach_copy_(values, [gradient for _, gradient in first])
-        for (param, _), value in zip(first, values, strict=True):
-            param.grad = value
-        if more:
-            torch._foreach_add_([grad for grad, _ in more], [gradient for _, gradient in more])
 
     # -- one backward (called by AutogradHooks) ----------------------------------------------
 

@@ -1,4 +1,4 @@
-"""What a call of a captured function depends on: its arguments, and the variables outside it that it reads by name.
+"""What a call of a captured function depends on: its arguments, and settings of torch. (And outer variables: outer_variables.py.)
 
 A *structure* describes nested tuples, lists and dicts of tensors and plain values without the contents of the tensors. It can be
 compared and hashed, so it serves as the key of a recording; and it can be filled with other tensors.
@@ -9,16 +9,16 @@ compared and hashed, so it serves as the key of a recording; and it can be fille
 
 from __future__ import annotations
 
-import dis
 import enum
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from types import CodeType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.memory_format, enum.Enum)
+
+_TYPES = (Tensor, torch.nn.Parameter)
 
 
 class CannotTakeApart(Exception):
@@ -75,12 +75,53 @@ def empty_like(tensor: Tensor, device: torch.device) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
+def is_plain(tensor: Tensor) -> bool:
+    """Whether the tensor is a view of one piece of memory: not sparse, and no subclass that keeps its values elsewhere."""
+    return type(tensor) in _TYPES and tensor.layout is torch.strided
+
+
+def addresses(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    """Return where each tensor is: the address of its memory, or that of the object if it is not plain. About 100 ns for each."""
+    try:
+        return tuple([tensor.data_ptr() if type(tensor) in _TYPES else id(tensor) for tensor in tensors])
+    except RuntimeError:  # one is sparse
+        return tuple([tensor.data_ptr() if is_plain(tensor) else id(tensor) for tensor in tensors])
+
+
+def torch_settings(device: torch.device) -> tuple[Hashable, ...]:
+    """Return the global settings that decide which kernels run on a GPU. Reading them takes a few microseconds."""
+    backends: Any = torch.backends
+    precision: Any = torch._C._get_fp32_precision_getter  # type: ignore[attr-defined]
+    return (
+        torch.is_autocast_enabled(device.type),
+        torch.get_autocast_dtype(device.type),
+        torch.get_default_dtype(),
+        # not get_float32_matmul_precision() and allow_tf32: these raise if the script uses torch's newer settings
+        *(precision("cuda", operation) for operation in ("all", "matmul", "conv", "rnn")),
+        precision("generic", "all"),
+        torch._C._get_cublas_allow_fp16_reduced_precision_reduction(),
+        torch._C._get_cublas_allow_bf16_reduced_precision_reduction(),
+        backends.cudnn.enabled,
+        backends.cudnn.benchmark,
+        backends.cudnn.deterministic,
+        backends.cuda.flash_sdp_enabled(),
+        backends.cuda.mem_efficient_sdp_enabled(),
+        backends.cuda.math_sdp_enabled(),
+        backends.cuda.cudnn_sdp_enabled(),
+        torch.get_deterministic_debug_mode(),
+    )
+
+
 def _visit(value: Any, what: str, tensors: list[Tensor]) -> Hashable:
     if isinstance(value, Tensor):
-        if type(value) not in (Tensor, torch.nn.Parameter) or value.layout is not torch.strided or value.is_nested:
+        if not is_plain(value) or value.is_nested:
             raise CannotTakeApart(f"{what} is a {type(value).__name__} with layout {value.layout}, not a plain tensor")
-        if value.requires_grad and value.is_leaf:
-            raise CannotTakeApart(f"{what} is a tensor that requires a gradient of its own")
+        if value.requires_grad:
+            owner = "of its own" if value.is_leaf else "for the function that computed it"
+            raise CannotTakeApart(
+                f"{what} requires a gradient {owner}, and a replay reads a copy of its values. Compute it in the captured "
+                "function, or pass it without a gradient (detach)"
+            )
         tensors.append(value)
         return ("tensor", value.shape, value.stride(), value.dtype)
     if isinstance(value, PLAIN):
@@ -104,48 +145,3 @@ def _build(key: Any, tensors: Iterator[Tensor]) -> Any:
         return dict(zip(key[1], [_build(item, tensors) for item in key[2]], strict=True))
     items = [_build(item, tensors) for item in key[1]]
     return kind(*items) if hasattr(kind, "_fields") else kind(items)
-
-
-class OuterVariables:
-    """The variables outside a function that its code reads by name: global ones, and those of enclosing functions.
-
-    A recording keeps their values: a number is part of what was recorded, and a tensor is read where it was. Attributes
-    (``config.scale``), and what functions called by it read, are not known.
-    """
-
-    def __init__(self, function: Any) -> None:
-        function = getattr(function, "__func__", function)  # of a method
-        code = getattr(function, "__code__", None)
-        self._globals: dict[str, Any] = getattr(function, "__globals__", {})
-        self._names = sorted(set(_global_names(code))) if code is not None else []
-        cells = getattr(function, "__closure__", None) or ()
-        self._cells = list(zip(code.co_freevars, cells, strict=True)) if code is not None else []
-
-    def values(self) -> tuple[tuple[str, Hashable], ...]:
-        """Return the name and value of each that is a plain value or a tensor. Of a tensor: where it is, unless it is a number."""
-        found = [(name, _of(self._globals[name])) for name in self._names if name in self._globals]
-        for name, cell in self._cells:
-            try:
-                found.append((name, _of(cell.cell_contents)))
-            except ValueError:  # not assigned yet
-                continue
-        return tuple((name, value) for name, value in found if value is not None)
-
-
-def _of(value: Any) -> Hashable | None:
-    if isinstance(value, Tensor):
-        if value.device.type == "cpu" and value.numel() == 1:
-            return ("number", value.item())
-        if value.layout is not torch.strided:
-            return ("tensor", id(value))
-        return ("tensor", value.data_ptr(), value.shape, value.stride(), value.dtype)
-    return (type(value), value) if isinstance(value, PLAIN) else None
-
-
-def _global_names(code: CodeType) -> Iterator[str]:
-    for instruction in dis.get_instructions(code):
-        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            yield str(instruction.argval)
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _global_names(constant)

@@ -12,9 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from lockstep.gradients.autograd_hooks import noting_gradients
 from lockstep.gradients.cuda_graph import CannotRecord, Results
 from lockstep.gradients.lane_engine import LaneEngine
+from lockstep.training.memory_reads import TOUCHES_GRADIENTS, MemoryReads
 
 
 @dataclass
@@ -49,29 +52,38 @@ class BackwardWork:
     def key(self) -> tuple[tuple[str, Hashable], ...]:
         return ()
 
-    def call(self, function: Callable[[], Any]) -> Recorded:
-        """Call the function for a recording. ``memory`` are the gradients of the parameters."""
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors whose addresses are part of ``key``."""
+        return []
+
+    def call(self, function: Callable[[], Any], reads: MemoryReads | None = None) -> Recorded:
+        """Call the function for a recording, or with ``reads`` for a rehearsal. ``memory`` are the gradients of the parameters.
+
+        Raises:
+            CannotRecord: It touches gradients after backward(): those of this call alone, which are not averaged.
+        """
         engine = self._engine
         before = [param.grad for param in engine.params]
         try:
             for param in engine.params:
                 param.grad = None
-            with engine.hooks_off():
+            with engine.hooks_off(), noting_gradients(engine.params) as left:
+                if reads is not None:
+                    reads.gradients = left.addresses
                 returned = function()
             gradients = [param.grad for param in engine.params]
+            is_touched = not all(map(left.is_untouched, engine.params))
         finally:
             for param, grad in zip(engine.params, before, strict=True):
                 param.grad = grad
+        if is_touched:
+            raise CannotRecord(TOUCHES_GRADIENTS)
         for name, gradient in zip(engine.param_names, gradients, strict=True):
             if gradient is not None and gradient.layout is not torch.strided:
                 raise CannotRecord(f"the gradient of {name} is sparse")
         if all(gradient is None for gradient in gradients):
             raise CannotRecord("no parameter of the model received a gradient")
         return Recorded(returned, list(gradients))
-
-    def before_replay(self, recorded: Recorded) -> None:
-        """The replay will write the gradients: keep what still lies there."""
-        self._engine.release(recorded.memory)
 
     def after_replay(self, recorded: Recorded) -> None:
         """Hand the gradients to the engine."""

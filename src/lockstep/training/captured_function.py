@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 
@@ -27,15 +28,20 @@ from lockstep.gradients.lane_engine import LaneEngine
 from lockstep.training import step_gate
 from lockstep.training.call_signature import (
     CannotTakeApart,
-    OuterVariables,
     Structure,
+    addresses,
     empty_like,
+    is_plain,
     map_tensors,
     put_together,
     take_apart,
+    torch_settings,
 )
+from lockstep.training.capture_reasons import describe_difference, describe_failure
 from lockstep.training.captured_backward import BackwardWork, Recorded
-from lockstep.training.captured_update import UpdateWork, describe_host_work, describe_settings, host_state
+from lockstep.training.captured_update import UpdateWork, describe_host_work, describe_replaced, host_state, state_tensors
+from lockstep.training.memory_reads import MemoryReads
+from lockstep.training.outer_variables import OuterVariables
 from lockstep.training.recordings import EAGER_STEPS, Recordings
 from lockstep.training.step_gate import StepGate
 
@@ -56,8 +62,8 @@ class Work(Protocol):
     def is_now(self) -> bool: ...
     def objection(self) -> str | None: ...
     def key(self) -> Key: ...
-    def call(self, function: Callable[[], Any]) -> Recorded: ...
-    def before_replay(self, recorded: Recorded) -> None: ...
+    def tensors(self) -> list[Tensor]: ...
+    def call(self, function: Callable[[], Any], reads: MemoryReads | None = None) -> Recorded: ...
     def after_replay(self, recorded: Recorded) -> None: ...
 
 
@@ -107,11 +113,11 @@ class KeptRecording:
     written: list[Tensor]
     """Parameters and buffers that it changes in place. Autograd and LaneBuffers must know that they have changed."""
     keeps_alive: list[Any]
-    """Objects whose ids are part of the key."""
+    """Memory that it reads and that the key does not mention; and objects whose ids are in the key."""
 
     def close(self) -> None:
         self.recording.close()
-        self.inputs, self.written = [], []
+        self.inputs, self.written, self.keeps_alive = [], [], []
         self.recorded = Recorded(None, [])
 
 
@@ -172,7 +178,8 @@ class CapturedFunction(Generic[P, T]):
         self._observed += 1
         if self._observed > _OBSERVED_CALLS:
             return self._run_detached(arguments)
-        before, numbers = context.engine.backwards_begun, host_state(context.gate.optimizers)
+        optimizers = context.gate.optimizers
+        before, numbers, tensors = context.engine.backwards_begun, host_state(optimizers), state_tensors(optimizers)
         context.gate.called.clear()
         returned = self._run_detached(arguments)
         called = list(context.gate.called)
@@ -186,7 +193,7 @@ class CapturedFunction(Generic[P, T]):
             self._work = BackwardWork(context.engine)
         elif called:
             self._work = self._work or UpdateWork(context.engine, context.gate, self._name, context.is_in_loop)
-            reason = describe_host_work(numbers, host_state(context.gate.optimizers))
+            reason = describe_host_work(numbers, host_state(optimizers)) or describe_replaced(tensors, state_tensors(optimizers))
             if reason is not None:
                 self._refuse(reason)
         return returned
@@ -254,7 +261,7 @@ class CapturedFunction(Generic[P, T]):
                 kept.close()
                 raise CannotRecord(f"it draws random numbers on the host ({', '.join(drawn)}), which a replay would repeat")
         except Exception as error:  # noqa: BLE001 - whatever it is, the function can run as it is
-            self._refuse(_describe_failure(error), None if work.refuses_everything else key)
+            self._refuse(describe_failure(error), None if work.refuses_everything else key)
             return None
         finally:
             torch.clear_autocast_cache()
@@ -275,9 +282,10 @@ class CapturedFunction(Generic[P, T]):
         followed = [*engine.params, *engine.buffers.tensors()]
         found: list[Any] = []
 
-        def body() -> Results:
+        def body(reads: MemoryReads | None = None) -> Results:
             versions = [tensor._version for tensor in (*inputs, *followed)]
-            recorded = work.call(lambda: self._run(put_together(structure, inputs)))
+            with reads or nullcontext():
+                recorded = work.call(lambda: self._run(put_together(structure, inputs)), reads)
             outputs, returned = take_apart(map_tensors(recorded.returned, Tensor.detach), "what it returns")
             changed = [t for t, v in zip((*inputs, *followed), versions, strict=True) if t._version != v]
             if changed and any(changed[0] is mine for mine in inputs):
@@ -286,13 +294,23 @@ class CapturedFunction(Generic[P, T]):
             recorded.returned = None
             return [*returned, *recorded.memory]
 
+        reads = MemoryReads()
+        try:
+            recorder.rehearse(lambda: body(reads))
+        except CannotRecord:
+            if reads.has_met_gradient:
+                raise
+            # whether the function can be recorded is for the recording to say: a rehearsal has a mode that it has not
+        found.clear()
+        torch.clear_autocast_cache()
         recording = recorder.record(body)
         recorded, outputs, changed = found
-        states = [optimizer.state for optimizer in self._context.gate.optimizers]
-        return KeptRecording(recording, inputs, recorded, outputs, changed, states)
+        scales = [scaler._scale for scaler in self._context.gate.enabled_scalers if scaler._scale is not None]
+        known = [*inputs, *followed, *scales, *self._outer.tensors(), *work.tensors()]
+        keeps_alive = [*reads.outside(self._context.device, known), *(tensor for tensor in known if not is_plain(tensor))]
+        return KeptRecording(recording, inputs, recorded, outputs, changed, keeps_alive)
 
     def _replay(self, work: Work, kept: KeptRecording, tensors: list[Tensor]) -> T:
-        work.before_replay(kept.recorded)
         for mine, given in zip(kept.inputs, tensors, strict=True):
             mine.copy_(given, non_blocking=True)
         kept.recording.replay()
@@ -309,20 +327,14 @@ class CapturedFunction(Generic[P, T]):
     def _key(self, recorder: GraphRecorder, structure: Structure, work: Work) -> Key:
         engine = self._context.engine
         tensors = [*(param for _, param in engine.named), *engine.buffers.tensors()]
-        settings = (
-            torch.is_autocast_enabled(self._context.device.type),
-            torch.get_autocast_dtype(self._context.device.type),
-            torch.get_default_dtype(),
-            torch.get_float32_matmul_precision(),
-        )
         return (
             ("the arguments", structure),
             ("the variables", self._outer.values()),
-            ("torch's settings", settings),
+            ("torch's settings", torch_settings(self._context.device)),
             ("train or eval mode", bytes(module.training for module in self._modules)),
             ("what requires gradients", bytes(tensor.requires_grad for tensor in tensors)),
-            ("where the model's tensors are", tuple(tensor.data_ptr() for tensor in tensors)),
-            ("the scale", tuple(0 if s._scale is None else s._scale.data_ptr() for s in self._context.gate.scalers)),
+            ("where the model's tensors are", addresses(tensors)),
+            ("the scale", tuple(0 if s._scale is None else s._scale.data_ptr() for s in self._context.gate.enabled_scalers)),
             ("the random generator", recorder.generator),
             *work.key(),
         )
@@ -331,35 +343,9 @@ class CapturedFunction(Generic[P, T]):
         pair = self._recordings.differing()
         if pair is not None and not self._has_complained:
             self._has_complained = True
-            self._context.notice(f"{self._name} is not captured so far: {_describe_difference(*pair)}.")
+            self._context.notice(f"{self._name} is not captured so far: {describe_difference(*pair)}.")
 
 
 def _copy(tensor: Tensor | None) -> Tensor:
     assert tensor is not None
     return tensor.clone()
-
-
-def _describe_failure(error: Exception) -> str:
-    """Return why a recording has failed. The text of an error that nobody has foreseen is cut after its first line."""
-    if isinstance(error, (CannotRecord, CannotTakeApart)):
-        return str(error)
-    return f"recording it failed ({type(error).__name__}: {str(error).strip().partition(chr(10))[0]}".rstrip(": ") + ")"
-
-
-def _describe_difference(before: Any, after: Any) -> str:
-    """Return what differs in the keys of two calls."""
-    for (what, old), (_, new) in zip(before, after, strict=True):
-        if old == new:
-            continue
-        if what == "the hyperparameters":
-            return describe_settings(old, new)
-        if what == "the variables":
-            old_values = dict(old)
-            name = next((name for name, value in new if old_values.get(name, value) != value), "a variable")
-            return f"it reads `{name}`, which is another one in each call. Pass {name} as an argument, if it is a tensor"
-        if what == "the arguments":
-            return "its arguments have other shapes or values in each call. Pad batches to a few shapes, pass numbers as tensors"
-        if what == "the gradients":
-            return "the gradients lie elsewhere in each call. Capture the function that calls backward() too"
-        return f"{what} changed in each call"
-    return "each call differs"

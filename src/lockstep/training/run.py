@@ -420,11 +420,12 @@ class Run:
         In its first two steps the function runs as it is. In the third one it is recorded, and replayed from then on. So it runs on
         the host only until it is captured. It may use its arguments, the model and the optimizers; numbers
         and tensors that it reads from variables by name may change, but then it is captured anew. It must not print, log or
-        count: return tensors, and do that with them outside.
+        count: return tensors, and do that with them outside. A function that calls ``backward()`` must not touch ``param.grad``
+        afterwards: the average of the step is there only after the call.
 
         Args:
             function: Its arguments are tensors, plain values, or tuples, lists and dicts of them, and so is what it returns.
-                Tensors are moved to ``run.device`` first.
+                Tensors require no gradient, and are moved to ``run.device`` first.
             shapes: How many captures are kept, one for each combination of shapes and plain values. Each has gradients of its own.
 
         Returns:

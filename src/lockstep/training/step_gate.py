@@ -50,6 +50,8 @@ class StepGate:
         self.objects = objects
         self.optimizers = [each for each in objects if isinstance(each, Optimizer)]
         self.scalers = [each for each in objects if isinstance(each, GradScaler)]
+        self.enabled_scalers = [each for each in self.scalers if each.is_enabled()]
+        """The others have no scale and no state."""
         _require_sense(objects, self.optimizers, params)
         for each in objects:
             if isinstance(each, Optimizer):
