@@ -18,7 +18,7 @@ from lockstep.launcher.run_folder import last_written
 from lockstep.launcher.run_registry import known_runs
 from lockstep.launcher.run_removal import NotRemovedError, check_removable, disk_bytes, remove_run, without_parts
 from lockstep.launcher.run_status import UNKNOWN, RunStatus, read_status
-from lockstep.recording.text import plural, printable
+from lockstep.recording.text import plural
 
 _OLDER_THAN_S, _KEPT = 14 * 86400.0, 10
 _UNKNOWN_S = 86400.0
@@ -80,7 +80,7 @@ def _require_abandoned(status: RunStatus, now: float) -> None:
     silent_s = now - _ended_at(status)
     if status.state == UNKNOWN and silent_s < _UNKNOWN_S:
         raise NotRemovedError(
-            f"it began on {printable(status.host)}, and may still run: somebody wrote there {duration_text(silent_s)} ago. "
+            f"{status.origin}. It may still run: somebody wrote there {duration_text(silent_s)} ago. "
             "Wait until nobody has written for a day"
         )
 

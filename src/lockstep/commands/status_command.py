@@ -74,7 +74,7 @@ def _state(found: RunStatus, now: float) -> str:
     elif found.state == SILENT:
         text += f": pid {found.pid} does not answer. It may be stopped (SIGSTOP), or wait for a disk"
     elif found.state == UNKNOWN:
-        text += f": it began on {found.host}, and may still run there. Type `lockstep status` on that machine"
+        text += f": {found.origin}. It may still run there: type `lockstep status` on that machine"
     elif found.why:
         text += f": {one_line(found.why)}"
     if found.ended is not None:

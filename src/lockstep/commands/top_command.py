@@ -120,7 +120,7 @@ def _not_running(status: RunStatus) -> str:
     if status.role == "agent":
         return f"{name} belongs to the agent of one machine. `lockstep top` shows the run on the machine of its head."
     if status.state == UNKNOWN:
-        return f"{name} began on {printable(status.host)}, and may still run. `lockstep top` shows it there."
+        return f"{name} may run on another machine: {status.origin}. `lockstep top` shows it there."
     if status.is_over:
         return f"{name} does not run any more: {state_text(status)}{f' ({why})' if (why := why_text(status)) else ''}."
     if status.state == SILENT:

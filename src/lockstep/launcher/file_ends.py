@@ -10,12 +10,23 @@ from typing import Any
 from lockstep.recording.json_lines import objects
 
 _BYTES = 1 << 18
+LONGEST_LINE = 1 << 20
+"""A longer line is damaged: no line that Lockstep writes is that long."""
 
 
 def first_objects(path: Path, max_bytes: int = _BYTES) -> list[dict[str, Any]]:
-    """Returns the JSON objects of the first lines. Lines that are no JSON objects are left out. Empty if there is no such file."""
-    data = _read(path, 0, max_bytes)
-    return objects((data if len(data) < max_bytes else data[: data.rfind(b"\n") + 1]).splitlines())
+    """Returns the JSON objects of the lines that begin in the first ``max_bytes``: each is read whole, up to LONGEST_LINE.
+
+    Lines that are no JSON objects are left out. Returns an empty list if there is no such file.
+    """
+    lines: list[bytes] = []
+    try:
+        with open(path, "rb") as file:
+            while file.tell() < max_bytes and 0 < len(line := file.readline(LONGEST_LINE)) < LONGEST_LINE:
+                lines.append(line)
+    except OSError:
+        pass
+    return objects(lines)
 
 
 def last_objects(path: Path, max_bytes: int = _BYTES, kinds: Collection[str] | None = None) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ from typing import Any
 from lockstep.errors import UsageError
 from lockstep.launcher.file_ends import first_objects, last_objects
 from lockstep.recording.json_lines import JsonLinesFile
+from lockstep.recording.text import printable
 
 _FILES = ("events.jsonl", "recording", "workers", "ledger", "tracking", "zygote.txt", "outcome.json")
 """What a run writes into its folder, and leaves there."""
@@ -180,13 +181,17 @@ def _require_own(folder: int, path: Path) -> None:
 def _require_not_elsewhere(path: Path, now: float) -> None:
     """On a file system that several machines share, the lock of a run may not be seen on the others."""
     events = path / "events.jsonl"
+    if not events.exists():
+        return
     host = next((str(line.get("host", "")) for line in first_objects(events, 1 << 14) if line.get("kind") == "command"), "")
-    if host in ("", socket.gethostname()) or any(line.get("kind") == "end" for line in last_objects(events, 1 << 16, ("end",))):
+    has_ended = any(line.get("kind") == "end" for line in last_objects(events, 1 << 16, ("end",)))
+    if has_ended or host == socket.gethostname():
         return
     silent_s = now - last_written(path)
     if silent_s < _ELSEWHERE_S:
+        where = f"began on {printable(host)}" if host else "does not say on which machine it began"
         raise UsageError(
-            f"the run in {path} began on {host}, has not ended, and wrote there {max(0.0, silent_s):.0f} s ago. Choose another "
+            f"the run in {path} {where}, has not ended, and wrote there {max(0.0, silent_s):.0f} s ago. Choose another "
             f"folder with --run-dir DIR. If that run was killed, remove the folder, or repeat this command in "
             f"{_ELSEWHERE_S / 60:.0f} min."
         )

@@ -9,7 +9,7 @@ finished     the script reached its end everywhere: code 0
 failed       it ended with another code
 stopped      Ctrl-C, a signal or `lockstep stop` ended it
 lost         the process that supervised it is gone, and has not said how the run ended: it was killed
-unknown      the files are those of a run on another machine, which may still run there
+unknown      the files are those of a run on another machine, or do not say on which machine it began: it may still run there
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 from lockstep.launcher.control_client import ControlClient, NoAnswerError, RefusedError
 from lockstep.launcher.file_ends import first_objects, last_objects
 from lockstep.launcher.run_folder import is_in_use
+from lockstep.recording.text import printable
 
 STARTING, RUNNING, RECOVERING, STOPPING = "starting", "running", "recovering", "stopping"
 """States that an agent answers (live_status.py)."""
@@ -51,6 +52,7 @@ class RunStatus:
     pid: int | None = None
     """Of the process that supervises it."""
     host: str = ""
+    """The machine on which it began; empty if its files do not say it."""
     code: int | None = None
     why: str = ""
     step: int = -1
@@ -70,8 +72,13 @@ class RunStatus:
 
     @property
     def is_here(self) -> bool:
-        """Whether it began on this machine, or is so old that its files do not say where."""
-        return self.host in ("", socket.gethostname())
+        """Whether its files say that it began on this machine."""
+        return self.host == socket.gethostname()
+
+    @property
+    def origin(self) -> str:
+        """ "it began on host-b", for sentences about runs that are not of this machine."""
+        return f"it began on {printable(self.host)}" if self.host else "its files do not say on which machine it began"
 
     @property
     def command(self) -> str:
