@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any, get_args
 
-from lockstep.commands.event_text import event_text
+from lockstep.commands.event_text import event_text, time_of
 from lockstep.commands.standard_output import ends_quietly, print_text
 from lockstep.commands.status_command import add_run
 from lockstep.commands.step_argument import step_range
@@ -20,6 +20,7 @@ from lockstep.launcher.run_folder import is_in_use
 from lockstep.launcher.run_registry import find_run
 from lockstep.launcher.worker_ranks import WorkerRanks
 from lockstep.plan.membership_events import Event
+from lockstep.recording.event_lines import is_event
 from lockstep.recording.kinds import KINDS
 from lockstep.recording.reader import RecordingReader
 
@@ -69,7 +70,8 @@ def events(given: argparse.Namespace) -> int:
 def _matching(lines: Iterable[dict[str, Any]], given: argparse.Namespace, ranks: WorkerRanks) -> Iterable[dict[str, Any]]:
     kinds = kinds_of(given)
     for line in lines:
-        ranks.add(line)
+        if is_event(line):
+            ranks.add(line)
         if kinds and not kinds & {str(line.get("kind")), _event_name(line)}:
             continue
         if given.worker is not None and given.worker not in workers_in(line):
@@ -93,16 +95,10 @@ def _check_kinds(kinds: set[str], lines: list[dict[str, Any]]) -> None:
         raise UsageError(f"there is no kind {kind}. {did_you_mean(kind, known)}The kinds are: {', '.join(sorted(KINDS))}.")
 
 
-def time_of(line: Mapping[str, Any]) -> float:
-    """In seconds since 1970; 0 if the line has no time."""
-    value = line.get("time", line.get("at"))
-    return float(value) if isinstance(value, int | float) else 0.0
-
-
 def step_in(line: Mapping[str, Any]) -> float:
     """The step that the line is about; NaN, which is in no range, if it is about none."""
     value = line.get("step", _event(line).get("step"))
-    return float(value) if isinstance(value, int) and value >= 0 else math.nan
+    return value if isinstance(value, int) and value >= 0 else math.nan
 
 
 def workers_in(line: Mapping[str, Any]) -> set[int]:

@@ -7,6 +7,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from lockstep.recording.event_lines import is_event
 from lockstep.recording.json_lines import objects
 
 _BYTES = 1 << 18
@@ -41,6 +42,16 @@ def last_objects(path: Path, max_bytes: int = _BYTES, kinds: Collection[str] | N
         marks = [f'"kind": "{kind}"'.encode() for kind in kinds]  # parsing all lines would take long
         lines = [line for line in lines[:-1] if any(mark in line for mark in marks)] + lines[-1:]
     return objects(lines)
+
+
+def first_events(run_dir: Path, max_bytes: int) -> list[dict[str, Any]]:
+    """The first lines of events.jsonl: as ``first_objects``, without those that are damaged."""
+    return list(filter(is_event, first_objects(run_dir / "events.jsonl", max_bytes)))
+
+
+def last_events(run_dir: Path, max_bytes: int, kinds: Collection[str] | None = None) -> list[dict[str, Any]]:
+    """The last lines of events.jsonl: as ``last_objects``, without those that are damaged."""
+    return list(filter(is_event, last_objects(run_dir / "events.jsonl", max_bytes, kinds)))
 
 
 def _read(path: Path, begin: int, max_bytes: int) -> bytes:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import UsageError
-from lockstep.launcher.file_ends import first_objects, last_objects
+from lockstep.launcher.file_ends import first_events, last_events
 from lockstep.recording.json_lines import JsonLinesFile
 from lockstep.recording.text import printable
 
@@ -180,11 +180,10 @@ def _require_own(folder: int, path: Path) -> None:
 
 def _require_not_elsewhere(path: Path, now: float) -> None:
     """On a file system that several machines share, the lock of a run may not be seen on the others."""
-    events = path / "events.jsonl"
-    if not events.exists():
+    if not (path / "events.jsonl").exists():
         return
-    host = next((str(line.get("host", "")) for line in first_objects(events, 1 << 14) if line.get("kind") == "command"), "")
-    has_ended = any(line.get("kind") == "end" for line in last_objects(events, 1 << 16, ("end",)))
+    host = next((line.get("host") or "" for line in first_events(path, 1 << 14) if line["kind"] == "command"), "")
+    has_ended = any(line["kind"] == "end" for line in last_events(path, 1 << 16, ("end",)))
     if has_ended or host == socket.gethostname():
         return
     silent_s = now - last_written(path)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import UsageError
+from lockstep.recording.event_lines import is_event
 from lockstep.recording.json_lines import JsonLinesTail
 from lockstep.recording.records import Metrics, StepRecord, parse
 
@@ -16,7 +17,7 @@ _SEEN = 50_000
 
 @dataclass
 class NewRecords:
-    """What ``poll`` has found since it was called before. ``events`` are the lines of ``events.jsonl``, as they are."""
+    """What ``poll`` has found since it was called before. ``events`` are the lines of ``events.jsonl`` that are not damaged."""
 
     steps: list[StepRecord] = field(default_factory=list)
     """Steps and pauses, by the time at which they began. The next call may return some that began earlier, of other workers."""
@@ -64,7 +65,8 @@ class RecordingReader:
 
     def _poll(self, max_bytes: int | None) -> tuple[list[dict[str, Any]], list[dict[str, Any]], bool]:
         """New lines of events.jsonl, new lines of the recording, and whether there are more."""
-        events, lines, more = self._tail(self.run_dir / "events.jsonl").read(), list[dict[str, Any]](), False
+        events = list(filter(is_event, self._tail(self.run_dir / "events.jsonl").read()))
+        lines, more = list[dict[str, Any]](), False
         paths = sorted((self.run_dir / "recording").glob("every-*.jsonl"), key=_oldest_first)
         for gone in self._tails.keys() - {*paths, self.run_dir / "events.jsonl"}:
             del self._tails[gone]

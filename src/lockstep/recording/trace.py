@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.recording.records import UNKNOWN, StepRecord
+from lockstep.recording.text import plural
 
 Event = dict[str, Any]
 
@@ -31,7 +32,7 @@ _MAX_ALL_TO_ALL = 8
 def make_trace(records: Iterable[StepRecord], events: Iterable[Mapping[str, Any]], first: int, last: int) -> dict[str, Any]:
     """Return the trace of the steps ``first`` to ``last``, both included, with the pauses between them.
 
-    ``events``: lines of events.jsonl. Those in the time of these steps become instant events.
+    ``events``: lines of events.jsonl that are not damaged. Those in the time of these steps become instant events.
     """
     chosen = sorted((each for each in records if first <= each.step <= last and each.spans), key=lambda each: each.at)
     if not chosen:
@@ -144,15 +145,15 @@ def _flows(buckets: Sequence[_Bucket]) -> list[Event]:
 
 
 def _instant(line: Mapping[str, Any], begin: float, end: float) -> Event | None:
-    time, name = line.get("time"), _event_name(line)
-    if not isinstance(time, int | float) or not begin <= time <= end or not name:
+    time, name = line["time"], _event_name(line)
+    if not begin <= time <= end or not name:
         return None
     facts = {key: value for key, value in line.items() if key not in ("time", "kind")}
     return {
         "ph": "i",
         "s": "g",
         "name": name,
-        "cat": str(line["kind"]),
+        "cat": line["kind"],
         "pid": _RUN,
         "tid": _STEPS,
         "ts": _us(time - begin),
@@ -162,19 +163,19 @@ def _instant(line: Mapping[str, Any], begin: float, end: float) -> Event | None:
 
 def _event_name(line: Mapping[str, Any]) -> str:
     """What people should see of a line of events.jsonl; empty: nothing."""
-    kind = line.get("kind")
+    kind = line["kind"]
     if kind == "event":
-        forms = [action["Form"] for action in line.get("actions", ()) if isinstance(action, dict) and "Form" in action]
-        return f"generation {forms[-1].get('number')}: {len(forms[-1].get('members', ()))} workers" if forms else ""
+        forms = [action["Form"] for action in line.get("actions") or () if "Form" in action]
+        return f"generation {forms[-1]['number']}: {plural(len(forms[-1]['members']), 'worker')}" if forms else ""
     if kind == "exited":
-        return f"worker {line.get('worker')} ended: {line.get('how')}"
+        return f"worker {line['worker']} ended: {line.get('how')}"
     if kind == "stopped":
-        return f"worker {line.get('worker')} continues after a stop"
+        return f"worker {line['worker']} continues after a stop"
     if kind == "verdict":
-        return str(line.get("sentence") or "no worker is slower than the others")
+        return line.get("sentence") or "no worker is slower than the others"
     if kind == "saved":
-        return f"checkpoint of step {line.get('step')}"
-    return str(kind) if kind in ("signal", "machine lost") else ""
+        return f"checkpoint of step {line['step']}"
+    return kind if kind in ("signal", "machine lost") else ""
 
 
 def _names(pid: int, process: str, place: int, threads: Mapping[int, str]) -> list[Event]:
