@@ -16,7 +16,7 @@ import pytest
 from lockstep.__main__ import main
 from lockstep.commands.event_text import event_text
 from lockstep.commands.events_command import step_range
-from lockstep.commands.plain_text import cut, duration_text, printable, size_text, table
+from lockstep.commands.plain_text import age_text, cut, printable, size_text, table
 from lockstep.commands.standard_output import ends_quietly
 from lockstep.commands.stop_command import how_it_ended
 from lockstep.commands.time_arguments import length_of_time, moment
@@ -147,7 +147,7 @@ def test_sizes_durations_and_tables_are_short() -> None:
     assert [size_text(n) for n in (0, 999, 1000, 12_345, 999_999, 274_726_912, 3_400_000_000, 120e9)] == [
         "0 B", "999 B", "1.00 kB", "12.3 kB", "1.00 MB", "275 MB", "3.40 GB", "120 GB",
     ]  # fmt: skip
-    assert [duration_text(s) for s in (0.4, 59.9, 60, 7199, 86400, 200_000)] == ["0 s", "59 s", "1 min", "1 h", "1 day", "2 days"]
+    assert [age_text(s) for s in (0.4, 59.9, 60, 7199, 86400, 200_000)] == ["0 s", "59 s", "1 min", "1 h", "1 day", "2 days"]
     assert table(("A", "NAME"), [("1", "x"), ("10", "y z")]) == " A  NAME\n 1  x\n10  y z\n"
     assert cut("abcdef", 4) == "abc…"
     assert printable("a\x1b[2J\nb\té") == "a?[2J?b?é"
