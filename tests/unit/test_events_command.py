@@ -7,6 +7,8 @@ import json
 import math
 import re
 import time
+import tracemalloc
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,8 @@ from lockstep.commands.time_arguments import length_of_time, moment
 from lockstep.errors import UsageError
 from lockstep.launcher.run_status import read_status
 from lockstep.launcher.worker_ranks import WorkerRanks
-from tests.recordings import BEGIN, make_run
+from lockstep.recording.writer import RecordingWriter
+from tests.recordings import BEGIN, make_run, step_of
 
 
 @pytest.fixture(scope="module")
@@ -240,3 +243,55 @@ def test_ctrl_c_ends_each_command_without_a_word(
     monkeypatch.setattr("lockstep.commands.list_command.known_runs", interrupted)
     assert main([str(run) if word == "RUN" else word for word in words]) == 130
     assert capfd.readouterr() == ("", "")
+
+
+# -- long recordings ----------------------------------------------------------------------------------------
+
+
+def peak_bytes(act: Callable[[], object]) -> int:
+    """How much memory Python objects need at most while this is executed."""
+    tracemalloc.start()
+    try:
+        act()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.fixture(scope="module")
+def long_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """About 1 MB, of which every worker's records come later than those of the others that began at the same time."""
+    folder = tmp_path_factory.mktemp("runs") / "long"
+    folder.mkdir()
+    (folder / "events.jsonl").write_text(json.dumps({"time": BEGIN, "kind": "begin"}) + "\n")
+    writer = RecordingWriter(folder / "recording")
+    for first in range(1, 601, 10):
+        for rank in range(4):
+            writer.write([step_of(step, rank, 4, at=BEGIN + step).to_json() for step in range(first, first + 10)])
+    writer.close()
+    return folder
+
+
+def test_a_long_recording_is_printed_in_the_order_of_time_and_never_in_memory_at_once(
+    long_run: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    size = sum(path.stat().st_size for path in (long_run / "recording").iterdir())
+    assert size > 1e6
+    for words in ((), ("--rank", "1"), ("--kind", "step", "--steps", "5:10")):
+        assert peak_bytes(lambda words=words: main(["events", str(long_run), *words])) < 5e6, words  # type: ignore[misc]
+    lines = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+    steps = [(line["at"], line["rank"]) for line in lines[: 4 * 600 + 1] if line["kind"] == "step"]
+    assert [at for at, _ in steps] == sorted(at for at, _ in steps)
+    assert len(set(steps)) == len(steps) == 4 * 600
+
+
+def test_a_trace_of_a_long_recording_has_only_the_chosen_steps_in_memory(long_run: Path, tmp_path: Path) -> None:
+    for words in ((), ("--steps", "5:10")):
+        command = ["trace", str(long_run), "-o", str(tmp_path / "trace.json"), *words]
+        assert peak_bytes(lambda command=command: main(command)) < 10e6  # type: ignore[misc]
+        steps = {
+            each["args"]["step"]
+            for each in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+            if each.get("cat") == "step"
+        }
+        assert steps == (set(range(5, 10)) if words else set(range(581, 601)))

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 from lockstep.errors import UsageError
-from lockstep.launcher.file_ends import LONGEST_LINE, first_objects
+from lockstep.launcher.file_ends import first_objects
 from lockstep.launcher.new_run import MAX_COMMAND_CHARS, bounded_words, create_run_folder
 from lockstep.launcher.run_folder import RunFolder
 from lockstep.launcher.run_removal import remove_oldest
 from lockstep.launcher.run_status import LOST, UNKNOWN, read_status
+from lockstep.recording.json_lines import LONGEST_LINE
 from tests.commands import lockstep
 
 SHARDS = [f"/datasets/shard-{number:06d}.tar" for number in range(1000)]

@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.recording.event_lines import is_event
-from lockstep.recording.json_lines import objects
+from lockstep.recording.json_lines import LONGEST_LINE, objects
 
 _BYTES = 1 << 18
-LONGEST_LINE = 1 << 20
-"""A longer line is damaged: no line that Lockstep writes is that long."""
 
 
 def first_objects(path: Path, max_bytes: int = _BYTES) -> list[dict[str, Any]]:
