@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 
+from lockstep.launcher.event_thinning import Spacing
 from lockstep.recording.causes import Stop
 from lockstep.recording.records import StepRecord
 from lockstep.recording.stragglers import Straggler, StragglerWatch
@@ -19,7 +20,7 @@ _MAX_RECORDS = 300
 _NUMBERS_S = 30.0
 """The numbers of a verdict that stays are written again after this time, if they have changed."""
 _STOPS_S = 1.0
-"""A worker that is stopped often makes one event in this time."""
+"""A worker that is stopped often makes one event in this time, or in a longer one if there were many (event_thinning.py)."""
 
 
 class StragglerReports:
@@ -39,7 +40,7 @@ class StragglerReports:
         self._is_new = False
         self._newest_step = 0
         self._stops: dict[int, Stop] = {}  # worker -> its stops that were not written yet
-        self._write_stops_at = 0.0
+        self._write_stops_at, self._stops_spacing = 0.0, Spacing()
 
     @property
     def verdict(self) -> Straggler | None:
@@ -63,8 +64,8 @@ class StragglerReports:
 
     def on_time(self, now: float) -> None:
         if self._stops and now >= self._write_stops_at:
-            self._write_stops_at = now + _STOPS_S
-            self._write_stops()
+            self.write_stops()
+            self._write_stops_at = now + max(_STOPS_S, self._stops_spacing.seconds)
         if self._is_new and now >= self._look_at:
             self._is_new = False
             began = time.thread_time()
@@ -91,10 +92,12 @@ class StragglerReports:
             if is_other:
                 self._show(f"{verdict.sentence()}.")
 
-    def _write_stops(self) -> None:
+    def write_stops(self) -> None:
+        """Write the stops that were added up since the last line."""
         for worker, stop in self._stops.items():
             facts = {"at": round(stop.at, 3), "seconds": round(stop.seconds, 4), "times": stop.times}
             self._record("stopped", worker=worker, **facts)
+        self._stops_spacing.count(len(self._stops))
         self._stops.clear()
 
     def _choose_stride(self, records_per_s: float) -> None:
