@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import random
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -30,6 +31,7 @@ class GrowingRun:
         self._writer = RecordingWriter(folder / "recording")
         self._folder = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         fcntl.flock(self._folder, fcntl.LOCK_EX)  # as a process that supervises it would
+        self.event("command", role="run", words=["train.py"], host=socket.gethostname(), pid=os.getpid())
         self.event("begin", settings={"size": workers}, pid=os.getpid())
         self._form()
         for id in self.members:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,7 @@ def make_run(
 
     writer = RecordingWriter(folder / "recording")
     now, size, generation, members = begin, workers, 0, list(range(workers))
+    event(now - 2, "command", role="run", words=["train.py"], host=socket.gethostname(), pid=4711)
     event(now - 2, "begin", settings={"size": workers}, pid=4711)
     event(
         now, "event", event={"JoinRequested": {}}, actions=[{"Form": {"number": 0, "members": list(members)}}], why="all are there"

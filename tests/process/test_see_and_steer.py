@@ -106,7 +106,7 @@ def test_a_run_whose_agent_was_killed_is_lost_and_so_said(train: Train, tmp_path
     wait_until(lambda: not is_in_use(run.run_dir), "no process has the folder any more")
     assert states(tmp_path) == {str(run.run_dir): "lost"}
     done = lockstep("status", run.run_dir, folder=tmp_path)
-    assert f"lost: pid {run.process.pid}, which supervised it, is gone without a word" in done.out
+    assert f"lost: the process that supervised it (pid {run.process.pid}) was killed, or its machine went down" in done.out
     wait_until(lambda: not any(map(is_running, pids)), "the workers are gone with their agent")
     done = lockstep("stop", run.run_dir, folder=tmp_path)
     assert done.code == 0

@@ -26,7 +26,7 @@ from lockstep.launcher.failure_text import (
 )
 from lockstep.launcher.nonblocking_output import NonblockingOutput
 from lockstep.launcher.progress_bar import Shown, render
-from lockstep.launcher.progress_text import Pace, Progress, Trend, progress_text
+from lockstep.launcher.progress_text import Pace, Progress, Trend, progress_text, value_texts
 from lockstep.launcher.worker_messages import event_of, progress_of
 from lockstep.plan.membership_events import JoinRequested
 from lockstep.recording.causes import LINK
@@ -81,6 +81,16 @@ def rows(console: Console) -> list[str]:
 
 def test_a_name_of_a_value_cannot_control_the_terminal() -> None:
     assert progress_text(Progress(1, values={"loss\x1b[2J\n\x9b": 1.0})) == "step 1 | loss?[2J?? 1 | 1 worker"
+
+
+def test_of_many_values_the_loss_and_a_few_more_are_shown() -> None:
+    values = {f"value-{number}": float(number) for number in range(40)} | {"loss": 0.5, "val_loss": 0.7, "x" * 50: 1.0}
+    found = value_texts(values | {"loss": "nan"})
+    assert found == ["loss nan", "val_loss 0.7", "value-0 0", "value-1 1", "and 39 more"]
+    assert value_texts({"x" * 50: 1.0}) == ["x" * 31 + "… 1"]
+    assert value_texts({}) == []
+    shown = "step 3 | loss 0.5 | val_loss 0.7 | value-0 0 | value-1 1 | and 39 more | 1 worker"
+    assert progress_text(Progress(3, values=values)) == shown
 
 
 def test_the_plain_progress_line_shows_what_is_known() -> None:

@@ -7,6 +7,8 @@ import json
 import math
 import re
 import time
+import tracemalloc
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,14 +18,15 @@ import pytest
 from lockstep.__main__ import main
 from lockstep.commands.event_text import event_text
 from lockstep.commands.events_command import step_range
-from lockstep.commands.plain_text import cut, duration_text, printable, size_text, table
+from lockstep.commands.plain_text import age_text, cut, printable, size_text, table
 from lockstep.commands.standard_output import ends_quietly
 from lockstep.commands.stop_command import how_it_ended
 from lockstep.commands.time_arguments import length_of_time, moment
 from lockstep.errors import UsageError
 from lockstep.launcher.run_status import read_status
 from lockstep.launcher.worker_ranks import WorkerRanks
-from tests.recordings import BEGIN, make_run
+from lockstep.recording.writer import RecordingWriter
+from tests.recordings import BEGIN, make_run, step_of
 
 
 @pytest.fixture(scope="module")
@@ -105,11 +108,13 @@ def test_a_wrong_filter_is_one_sentence(run: Path, words: list[str], sentence: s
     + [{"kind": "verdict"}, {"kind": "saved"}, {"kind": "end"}, {"kind": "metrics", "values": 3}, {"kind": "stopped", "time": 1}]
     + [{"kind": "event", "event": 5, "actions": 3}, {"kind": "summary", "lines": 5}, {"kind": "x", "text": "\x1b[2J"}],
 )
-def test_a_line_that_makes_no_sense_is_still_shown(line: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_line_that_makes_no_sense_is_left_out(line: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert "\x1b" not in event_text(line)
-    (tmp_path / "events.jsonl").write_text("damaged{\n[]\n" + json.dumps(line) + "\n")
-    assert events(tmp_path, capfd=capfd) == [line]
+    other = {"time": 1, "kind": "of a later version", "text": "\x1b[2J"}
+    (tmp_path / "events.jsonl").write_text("damaged{\n[]\n" + json.dumps(line) + "\n" + json.dumps(other) + "\n")
+    assert events(tmp_path, capfd=capfd) == [other]
     events(tmp_path, "--rank", "3", "--worker", "2", "--steps", "1", capfd=capfd)
+    assert "\x1b" not in event_text(other)
 
 
 # -- arguments, and text ---------------------------------------------------------------------------------------
@@ -145,7 +150,7 @@ def test_sizes_durations_and_tables_are_short() -> None:
     assert [size_text(n) for n in (0, 999, 1000, 12_345, 999_999, 274_726_912, 3_400_000_000, 120e9)] == [
         "0 B", "999 B", "1.00 kB", "12.3 kB", "1.00 MB", "275 MB", "3.40 GB", "120 GB",
     ]  # fmt: skip
-    assert [duration_text(s) for s in (0.4, 59.9, 60, 7199, 86400, 200_000)] == ["0 s", "59 s", "1 min", "1 h", "1 day", "2 days"]
+    assert [age_text(s) for s in (0.4, 59.9, 60, 7199, 86400, 200_000)] == ["0 s", "59 s", "1 min", "1 h", "1 day", "2 days"]
     assert table(("A", "NAME"), [("1", "x"), ("10", "y z")]) == " A  NAME\n 1  x\n10  y z\n"
     assert cut("abcdef", 4) == "abc…"
     assert printable("a\x1b[2J\nb\té") == "a?[2J?b?é"
@@ -156,8 +161,6 @@ def test_ranks_follow_the_generations() -> None:
     ranks.add({"kind": "started", "ranks": {"0": 0, "1": 1}, "are_spares": False})
     ranks.add({"kind": "started", "ranks": {"2": 5}, "are_spares": True})
     ranks.add({"kind": "event", "event": {}, "actions": [{"Form": {"number": 1, "members": [0, 2]}}]})
-    for line in ({"kind": "event"}, {"kind": "started", "ranks": 5}, {"kind": "event", "actions": [3]}, {"kind": "continue"}):
-        ranks.add(line)
     assert ranks.rank_of == {0: 0, 1: 1, 2: 1}
     assert ranks.workers_of(1) == {1, 2}
     assert ranks.ranks == [0, 1]
@@ -240,3 +243,55 @@ def test_ctrl_c_ends_each_command_without_a_word(
     monkeypatch.setattr("lockstep.commands.list_command.known_runs", interrupted)
     assert main([str(run) if word == "RUN" else word for word in words]) == 130
     assert capfd.readouterr() == ("", "")
+
+
+# -- long recordings ----------------------------------------------------------------------------------------
+
+
+def peak_bytes(act: Callable[[], object]) -> int:
+    """How much memory Python objects need at most while this is executed."""
+    tracemalloc.start()
+    try:
+        act()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.fixture(scope="module")
+def long_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """About 1 MB, of which every worker's records come later than those of the others that began at the same time."""
+    folder = tmp_path_factory.mktemp("runs") / "long"
+    folder.mkdir()
+    (folder / "events.jsonl").write_text(json.dumps({"time": BEGIN, "kind": "begin"}) + "\n")
+    writer = RecordingWriter(folder / "recording")
+    for first in range(1, 601, 10):
+        for rank in range(4):
+            writer.write([step_of(step, rank, 4, at=BEGIN + step).to_json() for step in range(first, first + 10)])
+    writer.close()
+    return folder
+
+
+def test_a_long_recording_is_printed_in_the_order_of_time_and_never_in_memory_at_once(
+    long_run: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    size = sum(path.stat().st_size for path in (long_run / "recording").iterdir())
+    assert size > 1e6
+    for words in ((), ("--rank", "1"), ("--kind", "step", "--steps", "5:10")):
+        assert peak_bytes(lambda words=words: main(["events", str(long_run), *words])) < 5e6, words  # type: ignore[misc]
+    lines = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+    steps = [(line["at"], line["rank"]) for line in lines[: 4 * 600 + 1] if line["kind"] == "step"]
+    assert [at for at, _ in steps] == sorted(at for at, _ in steps)
+    assert len(set(steps)) == len(steps) == 4 * 600
+
+
+def test_a_trace_of_a_long_recording_has_only_the_chosen_steps_in_memory(long_run: Path, tmp_path: Path) -> None:
+    for words in ((), ("--steps", "5:10")):
+        command = ["trace", str(long_run), "-o", str(tmp_path / "trace.json"), *words]
+        assert peak_bytes(lambda command=command: main(command)) < 10e6  # type: ignore[misc]
+        steps = {
+            each["args"]["step"]
+            for each in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+            if each.get("cat") == "step"
+        }
+        assert steps == (set(range(5, 10)) if words else set(range(581, 601)))

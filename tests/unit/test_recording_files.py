@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lockstep.errors import UsageError
-from lockstep.recording.json_lines import JsonLinesFile, JsonLinesTail
+from lockstep.recording.json_lines import LONGEST_LINE, JsonLinesFile, JsonLinesTail
 from lockstep.recording.reader import RecordingReader
 from lockstep.recording.records import Metrics, StepRecord, parse
 from lockstep.recording.writer import RecordingWriter
@@ -168,7 +168,7 @@ def test_a_reader_of_lines_does_not_grow_with_the_run(run_dir: Path) -> None:
     writer, reader = RecordingWriter(run_dir / "recording"), RecordingReader(run_dir)
     for first in range(1, 130_001, 1000):
         writer.write([{"kind": "metrics", "step": step, "at": 1.0, "values": {}} for step in range(first, first + 1000)])
-        assert len(reader.poll_lines()) == 1000
+        assert len(list(reader.poll_lines(lambda line: True))) == 1000
     assert len(reader._seen) + len(reader._seen_before) < 110_000
 
 
@@ -179,3 +179,32 @@ def test_a_file_that_became_shorter_is_read_from_its_beginning(tmp_path: Path) -
     assert len(tail.read()) == 2
     path.write_text('{"kind": "new"}\n')
     assert tail.read() == [{"kind": "new"}]
+
+
+# -- in parts --------------------------------------------------------------------------------------------
+
+
+def test_events_are_read_in_parts_too(run_dir: Path) -> None:
+    lines = [{"time": float(step), "kind": "saved", "step": step, "where": "x" * 100} for step in range(100)]
+    (run_dir / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    reader, found, polls, more = RecordingReader(run_dir), list[dict[str, Any]](), 0, True
+    while more:
+        new = reader.poll(max_bytes=1000)
+        found, polls, more = found + new.events, polls + 1, new.more
+    assert found == lines
+    assert polls > 10
+
+
+def test_a_line_that_is_longer_than_a_part_is_read_whole_and_one_beyond_the_limit_is_left_out(run_dir: Path) -> None:
+    path = run_dir / "events.jsonl"
+    path.write_text(
+        '{"a": 1}\n{"long": "' + "x" * 5000 + '"}\n{"damaged": "' + "y" * 2 * LONGEST_LINE + '"}\n{"b": 1}\n{"torn": "' + "z" * 500
+    )
+    tail, found, more = JsonLinesTail(path), list[str](), True
+    while more:
+        found += [name for line in tail.read(100) for name in line]
+        more = tail.has_more
+    assert found == ["a", "long", "b"]
+    with open(path, "a") as file:
+        file.write('"}\n')
+    assert [list(line) for line in tail.read(100)] == [["torn"]]

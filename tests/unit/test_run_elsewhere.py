@@ -77,17 +77,19 @@ def test_stop_says_where_to_type_it(run: Path, tmp_path: Path, words: list[str])
     done = lockstep(*words, folder=tmp_path)
     assert (done.code, done.out) == (2, "")
     assert done.err == (
-        f"lockstep: the run began on another-host, and cannot be stopped from {socket.gethostname()}. Type `lockstep stop {run}` "
-        "on another-host. If that machine is gone, the run is over.\n"
+        f"lockstep: the run cannot be stopped from {socket.gethostname()}: it began on another-host. Type `lockstep stop {run}` "
+        "on that machine. If that machine is gone, the run is over.\n"
     )
     with locked(run):
         assert lockstep(*words, folder=tmp_path) == done
 
 
 def test_status_and_top_name_its_machine(run: Path, tmp_path: Path) -> None:
-    assert "unknown: it began on another-host, and may still run there. Type" in lockstep("status", folder=tmp_path).out
+    assert "unknown: it began on another-host. It may still run there: type" in lockstep("status", folder=tmp_path).out
     done = lockstep("top", folder=tmp_path)
-    assert done.err == f"lockstep: {run.name} began on another-host, and may still run. `lockstep top` shows it there.\n"
+    assert (
+        done.err == f"lockstep: {run.name} may run on another machine: it began on another-host. `lockstep top` shows it there.\n"
+    )
 
 
 def test_a_run_takes_no_folder_from_it_while_it_may_still_run(run: Path) -> None:
@@ -115,7 +117,7 @@ def test_a_run_takes_the_folder_if_the_other_has_ended_or_nobody_writes_there(ru
 def test_clean_removes_it_if_nobody_writes_there(run: Path, tmp_path: Path) -> None:
     done = lockstep("clean", "--all", folder=tmp_path)
     assert done.code == 1
-    why = "it began on another-host, and may still run: somebody wrote there \\d s ago. Wait until nobody has written for a day"
+    why = "it began on another-host. It may still run: somebody wrote there \\d s ago. Wait until nobody has written for a day"
     left = rf"left     lockstep-runs/{run.name} \(\d s old\): {why}\n0 runs removed, 0 B; 1 left\.\n"
     assert re.fullmatch(left, done.out), done.out
     age(run, 2 * 86400)

@@ -114,19 +114,6 @@ def test_a_run_without_steps_says_nothing() -> None:
     assert (summary.state, summary.lines()) == ("ended", [])
 
 
-def test_lines_that_make_no_sense_are_left_out() -> None:
-    summary = RunSummary()
-    for line in (
-        {},
-        {"kind": "exited"},
-        {"kind": "event", "time": "x"},
-        {"kind": "event", "time": 1, "event": 3},
-        {"kind": "end", "time": 1},
-    ):
-        summary.add_event(line)
-    assert summary.state == "starting"
-
-
 # -- from reports as they come -----------------------------------------------------------------------
 
 

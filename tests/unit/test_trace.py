@@ -96,6 +96,16 @@ def test_repeated_steps_and_overlapping_clocks_are_shown() -> None:
     assert [each["name"] for each in events if each.get("cat") == "step"] == ["step 5 (repeated)", "step 5"]
 
 
+def test_each_phase_of_a_step_has_its_own_flows() -> None:
+    """A loop over run.steps with two calls of backward deposits each bucket twice in a step."""
+    once = [step_of(1, rank, 2, at=1000.0 + 0.001 * rank, slowest_us=90_000) for rank in range(2)]
+    earlier = [replace(each.buckets[0], sent_us=each.buckets[0].sent_us - 30_000, done_us=each.buckets[0].sent_us) for each in once]
+    twice = [replace(each, buckets=(first, each.buckets[0])) for each, first in zip(once, earlier)]
+    events = make_trace(twice, [], 1, 1)["traceEvents"]
+    require_valid(events)
+    assert sum(each["ph"] == "s" for each in events) == 2 * 2 * 2, "phases x sources x targets"
+
+
 def test_no_records_make_an_empty_trace() -> None:
     assert make_trace([], [], 1, 9)["traceEvents"] == []
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lockstep.commands.plain_text import duration_text, path_text, size_text
+from lockstep.commands.plain_text import age_text, path_text, size_text
 from lockstep.commands.standard_output import ends_quietly, print_text
 from lockstep.commands.time_arguments import length_of_time
 from lockstep.errors import UsageError
@@ -18,7 +18,7 @@ from lockstep.launcher.run_folder import last_written
 from lockstep.launcher.run_registry import known_runs
 from lockstep.launcher.run_removal import NotRemovedError, check_removable, disk_bytes, remove_run, without_parts
 from lockstep.launcher.run_status import UNKNOWN, RunStatus, read_status
-from lockstep.recording.text import plural, printable
+from lockstep.recording.text import plural
 
 _OLDER_THAN_S, _KEPT = 14 * 86400.0, 10
 _UNKNOWN_S = 86400.0
@@ -50,7 +50,7 @@ def clean(given: argparse.Namespace) -> int:
     chosen = choose(found, now, older_than_s=older_than_s, keep=kept)
     removed, left, freed = 0, 0, 0
     for status in chosen:
-        what = f"{path_text(status.path)} ({duration_text(now - _ended_at(status))} old"
+        what = f"{path_text(status.path)} ({age_text(now - _ended_at(status))} old"
         try:
             _require_abandoned(status, now)
             act = _measure if given.dry_run else remove_run
@@ -80,7 +80,7 @@ def _require_abandoned(status: RunStatus, now: float) -> None:
     silent_s = now - _ended_at(status)
     if status.state == UNKNOWN and silent_s < _UNKNOWN_S:
         raise NotRemovedError(
-            f"it began on {printable(status.host)}, and may still run: somebody wrote there {duration_text(silent_s)} ago. "
+            f"{status.origin}. It may still run: somebody wrote there {age_text(silent_s)} ago. "
             "Wait until nobody has written for a day"
         )
 

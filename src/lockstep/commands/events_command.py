@@ -6,10 +6,11 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from itertools import islice
 from typing import Any, get_args
 
-from lockstep.commands.event_text import event_text
+from lockstep.commands.event_text import event_text, time_of
 from lockstep.commands.standard_output import ends_quietly, print_text
 from lockstep.commands.status_command import add_run
 from lockstep.commands.step_argument import step_range
@@ -20,10 +21,13 @@ from lockstep.launcher.run_folder import is_in_use
 from lockstep.launcher.run_registry import find_run
 from lockstep.launcher.worker_ranks import WorkerRanks
 from lockstep.plan.membership_events import Event
+from lockstep.recording.event_lines import is_event
 from lockstep.recording.kinds import KINDS
 from lockstep.recording.reader import RecordingReader
 
 _POLL_S = 0.2
+_PRINTED = 100
+"""So many lines are printed by one system call."""
 _EVENTS = [event.__name__ for event in get_args(Event)]
 """The names of events of membership, in lines of the kind "event"."""
 
@@ -51,58 +55,65 @@ def add_parsers(commands: Any) -> None:
 def events(given: argparse.Namespace) -> int:
     """Print the lines in the order of time. Lines that are recorded later follow in the order in which they arrive."""
     path = find_run(given.run)
-    reader, ranks = RecordingReader(path), WorkerRanks()
-    follows, is_first = True, True
+    reader, ranks, kinds = RecordingReader(path), WorkerRanks(), kinds_of(given)
+    known, is_checked, follows = {*KINDS, *_EVENTS}, False, True
+
+    def is_needed(line: dict[str, Any]) -> bool:
+        known.add(str(line.get("kind")))
+        return _is_wanted(line, given, kinds) or (given.rank is not None and is_event(line))  # events say who has which rank
+
     while follows:
         follows = given.follow and is_in_use(path)  # before the files are read: when the run has ended, they are complete
-        lines = sorted(reader.poll_lines(), key=time_of)
-        if is_first:
-            _check_kinds(kinds_of(given), lines)
-            is_first = False
-        shown = list(_matching(lines, given, ranks))
-        print_text("".join((event_text(line) if given.text else json.dumps(line)) + "\n" for line in shown))
+        lines = reader.poll_lines(is_needed)
+        if not is_checked:
+            _check_kinds(kinds, known)
+            is_checked = True
+        shown = (line for line in _of_rank(lines, given.rank, ranks) if _is_wanted(line, given, kinds))
+        _print(shown, as_text=given.text)
         if follows:
             time.sleep(_POLL_S)
     return 0
 
 
-def _matching(lines: Iterable[dict[str, Any]], given: argparse.Namespace, ranks: WorkerRanks) -> Iterable[dict[str, Any]]:
-    kinds = kinds_of(given)
+def _print(lines: Iterator[dict[str, Any]], *, as_text: bool) -> None:
+    while some := list(islice(lines, _PRINTED)):
+        print_text("".join((event_text(line) if as_text else json.dumps(line)) + "\n" for line in some))
+
+
+def _of_rank(lines: Iterable[dict[str, Any]], rank: int | None, ranks: WorkerRanks) -> Iterator[dict[str, Any]]:
+    """``lines`` must have all events, in the order of time, unless ``rank`` is None: then all are returned."""
     for line in lines:
-        ranks.add(line)
-        if kinds and not kinds & {str(line.get("kind")), _event_name(line)}:
-            continue
-        if given.worker is not None and given.worker not in workers_in(line):
-            continue
-        if given.rank is not None and given.rank not in _ranks_in(line, ranks):
-            continue
-        if given.steps is not None and not given.steps[0] <= step_in(line) <= given.steps[1]:
-            continue
-        if (given.since is not None and time_of(line) < given.since) or (given.until is not None and time_of(line) > given.until):
-            continue
-        yield line
+        if rank is not None and is_event(line):
+            ranks.add(line)
+        if rank is None or rank in _ranks_in(line, ranks):
+            yield line
+
+
+def _is_wanted(line: Mapping[str, Any], given: argparse.Namespace, kinds: Collection[str]) -> bool:
+    """Whether the line is one that was asked for, but for ``--rank``: not every line says which rank it is about."""
+    if kinds and str(line.get("kind")) not in kinds and _event_name(line) not in kinds:
+        return False
+    if given.worker is not None and given.worker not in workers_in(line):
+        return False
+    if given.steps is not None and not given.steps[0] <= step_in(line) <= given.steps[1]:
+        return False
+    at = time_of(line)
+    return (given.since is None or at >= given.since) and (given.until is None or at <= given.until)
 
 
 def kinds_of(given: argparse.Namespace) -> set[str]:
     return {kind.strip() for each in given.kind or () for kind in each.split(",") if kind.strip()}
 
 
-def _check_kinds(kinds: set[str], lines: list[dict[str, Any]]) -> None:
-    known = {*KINDS, *_EVENTS, *(str(line.get("kind")) for line in lines)}
+def _check_kinds(kinds: set[str], known: set[str]) -> None:
     for kind in sorted(kinds - known):
         raise UsageError(f"there is no kind {kind}. {did_you_mean(kind, known)}The kinds are: {', '.join(sorted(KINDS))}.")
-
-
-def time_of(line: Mapping[str, Any]) -> float:
-    """In seconds since 1970; 0 if the line has no time."""
-    value = line.get("time", line.get("at"))
-    return float(value) if isinstance(value, int | float) else 0.0
 
 
 def step_in(line: Mapping[str, Any]) -> float:
     """The step that the line is about; NaN, which is in no range, if it is about none."""
     value = line.get("step", _event(line).get("step"))
-    return float(value) if isinstance(value, int) and value >= 0 else math.nan
+    return value if isinstance(value, int) and value >= 0 else math.nan
 
 
 def workers_in(line: Mapping[str, Any]) -> set[int]:

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lockstep.commands.plain_text import cut, duration_text, one_line, path_text, table
+from lockstep.commands.plain_text import age_text, cut, one_line, path_text, table
 from lockstep.commands.standard_output import ends_quietly, print_text
 from lockstep.launcher.run_folder import is_in_use
 from lockstep.launcher.run_registry import RUNS_FOLDER, known_runs
@@ -95,9 +95,9 @@ def _lines(shown: Sequence[RunStatus], now: float) -> str:
             (
                 printable(status.path.name),
                 state_text(status),
-                f"{duration_text(now - status.began)} ago" if status.began else "-",
+                f"{age_text(now - status.began)} ago" if status.began else "-",
                 str(status.step) if status.step >= 0 else "-",
-                workers_text(live) if live else "-",
+                worker_count_text(live) if live else "-",
                 cut(printable(status.command), _WORDS_CHARS) or f"({status.role})",
                 path_text(status.path),
             )
@@ -105,7 +105,7 @@ def _lines(shown: Sequence[RunStatus], now: float) -> str:
     return table(("RUN", "STATE", "STARTED", "STEP", "WORKERS", "SCRIPT", "FOLDER"), rows)
 
 
-def workers_text(live: dict[str, Any]) -> str:
+def worker_count_text(live: dict[str, Any]) -> str:
     """ "4", or "3 of 4" while one is missing."""
     present = live["members"] if live["generation"] >= 0 else sum(worker["pid"] is not None for worker in live["workers"])
     return str(present) if present == live["wanted"] else f"{present} of {live['wanted']}"

@@ -16,6 +16,7 @@ from lockstep.launcher.run_folder import is_in_use
 from lockstep.launcher.run_registry import find_run
 from lockstep.launcher.worker_logs import LogLine, WorkerLogs
 from lockstep.launcher.worker_ranks import WorkerRanks
+from lockstep.recording.event_lines import is_event
 from lockstep.recording.json_lines import JsonLinesTail
 from lockstep.recording.text import rank_text
 
@@ -86,7 +87,7 @@ class _Logs:
         return self._given.worker in (None, worker)
 
     def _read_ranks(self) -> None:
-        for line in self._events.read():
+        for line in filter(is_event, self._events.read()):
             self._ranks.add(line)
 
     def _print(self, lines: Any) -> None:

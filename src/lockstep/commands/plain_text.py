@@ -33,8 +33,8 @@ def size_text(nbytes: float) -> str:
     return f"{nbytes:.0f} B"
 
 
-def duration_text(seconds: float) -> str:
-    """The largest unit that fits: "12 s", "3 min", "2 days"."""
+def age_text(seconds: float) -> str:
+    """How long ago something was, in the largest unit that fits: "12 s", "3 min", "2 days". A length: text.duration."""
     for length, one, many in _UNITS:
         if seconds >= length:
             number = int(seconds / length)

@@ -7,13 +7,14 @@ import json
 import time
 from typing import Any
 
-from lockstep.commands.list_command import as_json, state_text, workers_text
-from lockstep.commands.plain_text import duration_text, one_line, path_text, table
+from lockstep.commands.list_command import as_json, state_text, worker_count_text
+from lockstep.commands.plain_text import age_text, one_line, path_text, table
 from lockstep.commands.standard_output import ends_quietly, print_text
 from lockstep.commands.worker_table import worker_rows
+from lockstep.launcher.progress_text import value_texts
 from lockstep.launcher.run_registry import LAST, find_run
 from lockstep.launcher.run_status import LOST, SILENT, UNKNOWN, RunStatus, read_status
-from lockstep.recording.text import number, printable
+from lockstep.recording.text import duration, printable
 
 _SHOWN_WORKERS = 40
 RUN_HELP = (
@@ -70,23 +71,27 @@ def _facts(found: RunStatus, now: float) -> list[tuple[str, str]]:
 def _state(found: RunStatus, now: float) -> str:
     text = state_text(found)
     if found.state == LOST:
-        text += f": pid {found.pid}, which supervised it, is gone without a word" if found.pid else ": it is gone without a word"
+        text += f": {_supervisor(found)} was killed, or its machine went down, before it could say how the run ended"
     elif found.state == SILENT:
         text += f": pid {found.pid} does not answer. It may be stopped (SIGSTOP), or wait for a disk"
     elif found.state == UNKNOWN:
-        text += f": it began on {found.host}, and may still run there. Type `lockstep status` on that machine"
+        text += f": {found.origin}. It may still run there: type `lockstep status` on that machine"
     elif found.why:
         text += f": {one_line(found.why)}"
     if found.ended is not None:
-        return f"{text}; {duration_text(now - found.ended)} ago, after {duration_text(found.ended - found.began)}"
+        return f"{text}; {age_text(now - found.ended)} ago, after {duration(max(0.0, found.ended - found.began))}"
     pid = f", pid {found.pid}" if found.pid and found.state != SILENT else ""
-    return f"{text}; began {duration_text(now - found.began)} ago{pid}" if found.began else text
+    return f"{text}; began {age_text(now - found.began)} ago{pid}" if found.began else text
+
+
+def _supervisor(found: RunStatus) -> str:
+    return f"the process that supervised it (pid {found.pid})" if found.pid else "the process that supervised it"
 
 
 def _live_facts(live: dict[str, Any]) -> list[tuple[str, str]]:
     progress = [str(live["step"])]
     if live["epoch"] is not None:
         progress.append(f"epoch {live['epoch']}")
-    progress += [f"{name} {number(float(value))}" for name, value in live["values"].items()]
+    progress += value_texts(live["values"])
     generation = f", generation {live['generation']}" if live["generation"] >= 0 else ""
-    return [("step", ", ".join(progress)), ("workers", workers_text(live) + generation)]
+    return [("step", ", ".join(progress)), ("workers", worker_count_text(live) + generation)]

@@ -51,12 +51,12 @@ def stop(given: argparse.Namespace) -> int:
     if before.role == "agent":
         raise UsageError(
             f"{path} belongs to the agent of one machine. Stop the run at its head, or take this machine out of the run: "
-            f"`kill {before.pid}`{'' if before.is_here else f' on {before.host}'}."
+            f"`kill {before.pid}`{'' if before.is_here else f' on its machine ({before.origin})'}."
         )
     if before.state == UNKNOWN:
         raise UsageError(
-            f"the run began on {before.host}, and cannot be stopped from {socket.gethostname()}. Type "
-            f"`lockstep stop {shlex.quote(str(path))}` on {before.host}. If that machine is gone, the run is over."
+            f"the run cannot be stopped from {socket.gethostname()}: {before.origin}. Type "
+            f"`lockstep stop {shlex.quote(str(path))}` on that machine. If that machine is gone, the run is over."
         )
     grace_s = _ask_to_stop(path, before, kill=given.kill)
     if given.no_wait:

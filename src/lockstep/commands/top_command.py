@@ -15,16 +15,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lockstep.commands.list_command import state_text, why_text, workers_text
-from lockstep.commands.plain_text import duration_text, table
+from lockstep.commands.list_command import state_text, why_text, worker_count_text
+from lockstep.commands.plain_text import age_text, table
 from lockstep.commands.standard_output import ends_quietly, print_text
 from lockstep.commands.status_command import add_run
 from lockstep.commands.worker_table import worker_rows
 from lockstep.launcher.arguments import write
 from lockstep.launcher.console import can_draw
+from lockstep.launcher.progress_text import value_texts
 from lockstep.launcher.run_registry import find_run
 from lockstep.launcher.run_status import SILENT, UNKNOWN, RunStatus, read_status
-from lockstep.recording.text import number, printable
+from lockstep.recording.text import printable
 
 _REDRAW_S = 0.5
 _QUIT = (b"q", b"Q", b"\x1b", b"\x03")
@@ -107,9 +108,9 @@ def _headline(status: RunStatus, now: float) -> str:
     """ "20261118-221500-4711  running for 3 min  step 120  loss 0.532  3 of 4 workers  generation 2"."""
     live = status.live
     assert live is not None
-    parts = [printable(status.path.name), f"{status.state} for {duration_text(now - live['began'])}", f"step {live['step']}"]
-    parts += [f"{printable(name)} {number(float(value))}" for name, value in live["values"].items()]
-    parts.append(f"{workers_text(live)} worker{'' if workers_text(live) == '1' else 's'}")
+    parts = [printable(status.path.name), f"{status.state} for {age_text(now - live['began'])}", f"step {live['step']}"]
+    parts += value_texts(live["values"])
+    parts.append(f"{worker_count_text(live)} worker{'' if worker_count_text(live) == '1' else 's'}")
     if live["generation"] >= 0:
         parts.append(f"generation {live['generation']}")
     return "  ".join(parts)
@@ -120,7 +121,7 @@ def _not_running(status: RunStatus) -> str:
     if status.role == "agent":
         return f"{name} belongs to the agent of one machine. `lockstep top` shows the run on the machine of its head."
     if status.state == UNKNOWN:
-        return f"{name} began on {printable(status.host)}, and may still run. `lockstep top` shows it there."
+        return f"{name} may run on another machine: {status.origin}. `lockstep top` shows it there."
     if status.is_over:
         return f"{name} does not run any more: {state_text(status)}{f' ({why})' if (why := why_text(status)) else ''}."
     if status.state == SILENT:

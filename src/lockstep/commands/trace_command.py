@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,17 @@ from lockstep.commands.status_command import add_run
 from lockstep.commands.step_argument import step_range
 from lockstep.errors import UsageError
 from lockstep.launcher.run_registry import find_run
+from lockstep.recording.event_lines import is_event
+from lockstep.recording.json_lines import JsonLinesTail
 from lockstep.recording.reader import RecordingReader
 from lockstep.recording.records import StepRecord
 from lockstep.recording.text import plural
 from lockstep.recording.trace import make_trace
 
 _DEFAULT_STEPS = 20
+_POLL_BYTES = 1 << 18
+_LEAST_RECORDS = 2000
+"""So many records are kept before those that are too old are dropped."""
 
 
 def add_parsers(commands: Any) -> None:
@@ -36,27 +41,61 @@ def add_parsers(commands: Any) -> None:
 def trace(given: argparse.Namespace) -> int:
     """Write the trace, and print where it is and what is in it."""
     path = find_run(given.run)
-    found = RecordingReader(path).poll()
-    first, last = steps_to_show(given.steps, found.steps, path)
-    made = make_trace(found.steps, found.events, first, last)
+    recorded, chosen = _read(path, given.steps)
+    first, last = steps_to_show(given.steps, recorded, path)
+    made = make_trace(chosen, _events(path), first, last)
     try:
         Path(given.out).write_text(json.dumps(made, separators=(",", ":")))
     except OSError as error:
         raise UsageError(f"{given.out} cannot be written ({error.strerror}). Name another file with -o FILE.") from error
-    chosen = [each for each in found.steps if each.kind == "step" and first <= each.step <= last]
-    steps, workers = len({each.step for each in chosen}), len({each.worker for each in chosen})
+    shown = [each for each in chosen if each.kind == "step" and first <= each.step <= last]
+    steps, workers = len({each.step for each in shown}), len({each.worker for each in shown})
     size = os.path.getsize(given.out) / 1e6
     print_text(f"{given.out}  {plural(steps, 'step')} on {plural(workers, 'worker')}, {size:.1f} MB. Open it in ui.perfetto.dev\n")
     return 0
 
 
-def steps_to_show(asked: tuple[float, float] | None, records: Sequence[StepRecord], path: Path) -> tuple[int, int]:
-    """Return the first and the last step, both included. ``asked``: what ``--steps`` says.
+def _read(path: Path, asked: tuple[float, float] | None) -> tuple[set[int], list[StepRecord]]:
+    """Returns which steps are recorded, and the records of those that were asked for, or of the last ones and a few more."""
+    recorded: set[int] = set()
+    chosen: list[StepRecord] = []
+    limit = _LEAST_RECORDS
+    for record in _records(path):
+        if record.kind == "step":
+            recorded.add(record.step)
+        if asked is None or asked[0] <= record.step <= asked[1]:
+            chosen.append(record)
+        if asked is None and len(chosen) > limit:
+            newest = sorted({each.step for each in chosen if each.kind == "step"})[-_DEFAULT_STEPS:]
+            chosen = [each for each in chosen if not newest or each.step >= newest[0]]
+            limit = max(_LEAST_RECORDS, 2 * len(chosen))
+    return recorded, chosen
+
+
+def _records(path: Path) -> Iterator[StepRecord]:
+    """All steps and pauses of a recording, which is read in parts, and is never in memory at once."""
+    reader, more = RecordingReader(path), True
+    while more:
+        found = reader.poll(_POLL_BYTES)
+        more = found.more
+        yield from found.steps
+
+
+def _events(path: Path) -> Iterator[dict[str, Any]]:
+    """All lines of events.jsonl that are not damaged."""
+    tail, more = JsonLinesTail(path / "events.jsonl"), True
+    while more:
+        yield from filter(is_event, tail.read(_POLL_BYTES))
+        more = tail.has_more
+
+
+def steps_to_show(asked: tuple[float, float] | None, recorded: Collection[int], path: Path) -> tuple[int, int]:
+    """Return the first and the last step, both included. ``asked``: what ``--steps`` says. ``recorded``: the steps that there are.
 
     Raises:
         UsageError: The recording has none of these steps.
     """
-    known = sorted({each.step for each in records if each.kind == "step"})
+    known = sorted(recorded)
     if not known:
         raise UsageError(f"{path} has no recorded step yet. Steps are recorded if the script uses lockstep.Run.")
     if asked is None:

@@ -1,11 +1,10 @@
 """RunHistory: what the supervisor has decided, from the lines of ``events.jsonl``: generations, how workers ended, faults in words.
 
-No files, no clock. A line that it does not know, or that is damaged, is left out.
+No files, no clock. A line that it does not know is left out.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections import deque
 from collections.abc import Mapping
@@ -52,7 +51,7 @@ class WorkerLife:
 
 @dataclass
 class RunHistory:
-    """Feed it with ``add``, in the order of the file."""
+    """Feed it with ``add``, in the order of the file, without the lines that are damaged (recording/event_lines.py)."""
 
     began: float = 0.0
     newest: float = 0.0
@@ -74,13 +73,9 @@ class RunHistory:
 
     def add(self, line: Line, version: int) -> None:
         """Take one line of the file. ``version`` marks what is new."""
-        try:
-            at = _finite(line["time"])
-            read = _READERS.get(str(line["kind"]))
-            if read is not None:
-                read(self, line, at, version)
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
-            return
+        at, read = line["time"], _READERS.get(line["kind"])
+        if read is not None:
+            read(self, line, at, version)
         self.began = self.began or at
         self.newest = max(self.newest, at)
 
@@ -116,39 +111,39 @@ class RunHistory:
     # -- one method for each kind of line -----------------------------------------------------------
 
     def _begin(self, line: Line, at: float, version: int) -> None:
-        self.began, self.pid, self.settings = at, int(line.get("pid") or 0), dict(line.get("settings") or {})
-        size = int(self.settings.get("size") or 0)
+        self.began, self.pid, self.settings = at, line.get("pid") or 0, line.get("settings") or {}
+        size = self.settings.get("size") or 0
         for id in range(min(size, 100_000)):
             self._life(id, version)
         self._say(at, version, "note", f"the run begins with {_workers(size)}" if size else "the run begins")
 
     def _continue(self, line: Line, at: float, version: int) -> None:
-        workers = [int(id) for id in line.get("workers", ())]
+        workers = line["workers"]
         for id in workers:
             self._life(id, version).state = "training"
         self._say(at, version, "change", f"another head has taken over the run with {_workers(len(workers))}")
 
     def _event(self, line: Line, at: float, version: int) -> None:
-        for name, facts in dict(line.get("event") or {}).items():
+        for name, facts in line["event"].items():
             if name == "ScriptRaised":
-                worker = int(facts["worker"])
-                error = f"{facts.get('error', '')}" + (f" ({facts['place']})" if facts.get("place") else "")
+                worker = facts["worker"]
+                error = (facts.get("error") or "") + (f" ({facts['place']})" if facts.get("place") else "")
                 self._say(at, version, "fault", f"the script of worker {worker} failed: {error}", worker, "failed")
             elif name == "ScaleRequested":
-                self._say(at, version, "change", f"a person asks for {_workers(int(facts['size']))}")
+                self._say(at, version, "change", f"a person asks for {_workers(facts['size'])}")
             elif name == "MachineLost":
-                self._say(at, version, "fault", f"a machine was lost: {facts.get('how', '')}")
+                self._say(at, version, "fault", f"a machine was lost: {facts.get('how') or ''}")
             elif name == "MachineJoined":
-                self._say(at, version, "change", f"machine {facts['name']} joined, with room for {_workers(int(facts['workers']))}")
+                self._say(at, version, "change", f"machine {facts['name']} joined, with room for {_workers(facts['workers'])}")
         for action in line.get("actions") or ():
             for name, facts in action.items():
                 self._action(name, facts, at, version)
 
     def _action(self, name: str, facts: Line, at: float, version: int) -> None:
         if name == "Form":
-            self._form(int(facts["number"]), tuple(int(id) for id in facts["members"]), at, version)
+            self._form(facts["number"], tuple(facts["members"]), at, version)
         elif name == "Spawn":
-            started = [int(id) for id in facts["workers"]]
+            started = facts["workers"]
             for id in started:
                 self._life(id, version)
             if self.generations:
@@ -161,8 +156,8 @@ class RunHistory:
                     f"{what}{'s' if len(started) > 1 else ''} {names} {'are' if len(started) > 1 else 'is'} starting",
                 )
         elif name == "Kill":
-            worker = int(facts["worker"])
-            self._say(at, version, "fault", f"worker {worker} is killed: {facts.get('why', '')}", worker)
+            worker = facts["worker"]
+            self._say(at, version, "fault", f"worker {worker} is killed: {facts.get('why') or ''}", worker)
         elif name == "End":
             self.is_ending = True
         elif name == "StartAgain":
@@ -185,9 +180,9 @@ class RunHistory:
             self._say(at, version, "note", f"worker {id} takes part", id, "joined")
 
     def _exited(self, line: Line, at: float, version: int) -> None:
-        worker, how = int(line["worker"]), str(line.get("how", ""))
+        worker, how = line["worker"], line.get("how") or ""
         life = self._life(worker, version)
-        life.pid, life.ended_at, life.how = int(line.get("pid") or 0), at, how
+        life.pid, life.ended_at, life.how = line.get("pid") or 0, at, how
         pid = f" (pid {life.pid})" if life.pid else ""
         if how == "exit code 0":
             life.state = "ended"
@@ -200,20 +195,17 @@ class RunHistory:
         self._say(at, version, "fault", f"worker {worker}{pid} died: {how}", worker, "died")
 
     def _saved(self, line: Line, at: float, version: int) -> None:
-        self.checkpoint_step = max(self.checkpoint_step, int(line["step"]))
-        self._say(at, version, "note", f"the checkpoint of step {int(line['step'])} was saved", -1, "saved")
+        self.checkpoint_step = max(self.checkpoint_step, line["step"])
+        self._say(at, version, "note", f"the checkpoint of step {line['step']} was saved", -1, "saved")
 
     def _stopped(self, line: Line, at: float, version: int) -> None:
-        worker, seconds = int(line["worker"]), _finite(line["seconds"])
-        self._say(
-            _finite(line.get("at", at)), version, "fault", f"worker {worker} was stopped for {seconds:.3g} s", worker, "stopped"
-        )
+        worker, text = line["worker"], f"worker {line['worker']} was stopped for {line['seconds']:.3g} s"
+        self._say(line.get("at") or at, version, "fault", text, worker, "stopped")
 
     def _verdict(self, line: Line, at: float, version: int) -> None:
-        sentence = str(line.get("sentence") or "")
+        sentence = line.get("sentence") or ""
         before = self.verdict or {}
-        speedup = line.get("speedup")
-        shown = {"sentence": sentence, "speedup": _finite(speedup) if speedup is not None else None}
+        shown = {"sentence": sentence, "speedup": line.get("speedup")}
         shown |= {name: str(line.get(name, "")) for name in ("worker", "rank", "cause")}
         self.verdict = shown if sentence else None
         if sentence and all(before.get(name) == shown[name] for name in ("worker", "cause")):
@@ -221,7 +213,7 @@ class RunHistory:
         self._say(at, version, "change" if sentence else "note", sentence or "no worker is behind the others any more")
 
     def _signal(self, line: Line, at: float, version: int) -> None:
-        name = {2: "SIGINT", 15: "SIGTERM", 1: "SIGHUP"}.get(int(line["signal"]), f"signal {line['signal']}")
+        name = {2: "SIGINT", 15: "SIGTERM", 1: "SIGHUP"}.get(line["signal"], f"signal {line['signal']}")
         self.is_ending = True
         self._say(at, version, "change", f"the run was told to stop ({name})")
 
@@ -230,13 +222,13 @@ class RunHistory:
         self._say(at, version, "change", "`lockstep stop` was called")
 
     def _not_started(self, line: Line, at: float, version: int) -> None:
-        self._say(at, version, "fault", str(line.get("why", "a worker could not be started")))
+        self._say(at, version, "fault", line.get("why") or "a worker could not be started")
 
     def _summary(self, line: Line, at: float, version: int) -> None:
-        self.summary = tuple(map(str, line["lines"]))
+        self.summary = tuple(line["lines"])
 
     def _end(self, line: Line, at: float, version: int) -> None:
-        self.ended, self.code, self.why = at, int(line["code"]), str(line.get("why", ""))
+        self.ended, self.code, self.why = at, line["code"], line.get("why") or ""
         self._say(at, version, "note" if self.code == 0 else "fault", f"the run has ended: {self.why}")
 
 
@@ -255,14 +247,6 @@ _READERS = {
     "end": RunHistory._end,
     "summary": RunHistory._summary,
 }
-
-
-def _finite(value: Any) -> float:
-    """Raises ValueError, TypeError or OverflowError if it is no finite number: JSON cannot say it to the page."""
-    number = float(value)
-    if not math.isfinite(number):
-        raise ValueError(f"{value} is not finite")
-    return number
 
 
 def _workers(count: int) -> str:

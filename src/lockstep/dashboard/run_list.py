@@ -11,7 +11,7 @@ from typing import Any
 
 from lockstep.dashboard.run_history import RunHistory
 from lockstep.errors import UsageError
-from lockstep.launcher.file_ends import last_objects
+from lockstep.launcher.file_ends import last_events, last_objects
 from lockstep.launcher.run_folder import is_in_use
 from lockstep.launcher.run_registry import is_run_folder
 from lockstep.launcher.run_status import ENDED, UNKNOWN, read_status
@@ -130,7 +130,7 @@ def _read_entry(name: str, path: Path) -> RunEntry:
     if not math.isfinite(status.began) or not math.isfinite(newest):
         raise ValueError("a time is not a number")
     history = RunHistory()
-    for line in last_objects(path / "events.jsonl", _END_BYTES):
+    for line in last_events(path, _END_BYTES):
         history.add(line, 1)
     workers = len(history.members) or size  # the last change may be long ago
     return RunEntry(name, status.state, status.command, status.began, newest, status.step, workers, values, status.why)

@@ -136,7 +136,7 @@ def _explain_no_answer(path: Path, error: NoAnswerError) -> str:
     if status.is_over:
         return f"the run in {path} does not run any more: it is {status.state}. `lockstep ls` lists the runs."
     if not status.is_here:
-        return f"the run in {path} began on {status.host}. Type the command on that machine."
+        return f"the run in {path} does not run on this machine: {status.origin}. Type the command on that machine."
     return f"the run in {path} does not answer ({error}). `lockstep status {shlex.quote(str(path))}` shows what it does."
 
 

@@ -7,15 +7,25 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from lockstep.recording.json_lines import objects
+from lockstep.recording.event_lines import is_event
+from lockstep.recording.json_lines import LONGEST_LINE, objects
 
 _BYTES = 1 << 18
 
 
 def first_objects(path: Path, max_bytes: int = _BYTES) -> list[dict[str, Any]]:
-    """Returns the JSON objects of the first lines. Lines that are no JSON objects are left out. Empty if there is no such file."""
-    data = _read(path, 0, max_bytes)
-    return objects((data if len(data) < max_bytes else data[: data.rfind(b"\n") + 1]).splitlines())
+    """Returns the JSON objects of the lines that begin in the first ``max_bytes``: each is read whole, up to LONGEST_LINE.
+
+    Lines that are no JSON objects are left out. Returns an empty list if there is no such file.
+    """
+    lines: list[bytes] = []
+    try:
+        with open(path, "rb") as file:
+            while file.tell() < max_bytes and 0 < len(line := file.readline(LONGEST_LINE)) < LONGEST_LINE:
+                lines.append(line)
+    except OSError:
+        pass
+    return objects(lines)
 
 
 def last_objects(path: Path, max_bytes: int = _BYTES, kinds: Collection[str] | None = None) -> list[dict[str, Any]]:
@@ -30,6 +40,16 @@ def last_objects(path: Path, max_bytes: int = _BYTES, kinds: Collection[str] | N
         marks = [f'"kind": "{kind}"'.encode() for kind in kinds]  # parsing all lines would take long
         lines = [line for line in lines[:-1] if any(mark in line for mark in marks)] + lines[-1:]
     return objects(lines)
+
+
+def first_events(run_dir: Path, max_bytes: int) -> list[dict[str, Any]]:
+    """The first lines of events.jsonl: as ``first_objects``, without those that are damaged."""
+    return list(filter(is_event, first_objects(run_dir / "events.jsonl", max_bytes)))
+
+
+def last_events(run_dir: Path, max_bytes: int, kinds: Collection[str] | None = None) -> list[dict[str, Any]]:
+    """The last lines of events.jsonl: as ``last_objects``, without those that are damaged."""
+    return list(filter(is_event, last_objects(run_dir / "events.jsonl", max_bytes, kinds)))
 
 
 def _read(path: Path, begin: int, max_bytes: int) -> bytes:

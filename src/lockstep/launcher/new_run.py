@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
@@ -12,6 +13,10 @@ import lockstep
 from lockstep.launcher.run_folder import RunFolder
 from lockstep.launcher.run_registry import forget_run, register
 from lockstep.launcher.run_removal import KEPT_RUNS, remove_oldest
+
+MAX_COMMAND_CHARS = 1 << 16
+"""Of the words of a command in events.jsonl. Every reader reads that line."""
+_MAX_WORD_CHARS = 4096
 
 
 def create_run_folder(requested: str | None, role: str, words: Sequence[str], *, keep_runs: int = KEPT_RUNS) -> RunFolder:
@@ -28,11 +33,24 @@ def create_run_folder(requested: str | None, role: str, words: Sequence[str], *,
     """
     run_folder = RunFolder.create(requested, time.time())
     facts = {"host": socket.gethostname(), "pid": os.getpid(), "folder": os.getcwd(), "version": lockstep.__version__}
-    run_folder.record("command", role=role, words=list(words), **facts)
+    run_folder.record("command", role=role, words=bounded_words(words), **facts)
     register(run_folder.path)
     if requested is None:
         remove_oldest(run_folder.path.parent, keep_runs)
     return run_folder
+
+
+def bounded_words(words: Sequence[str]) -> list[str]:
+    """Returns the first words, at most MAX_COMMAND_CHARS as JSON, and how many are left out: "... and 950 more"."""
+    found: list[str] = []
+    length = 0
+    for word in words:
+        word = word if len(word) <= _MAX_WORD_CHARS else f"{word[:_MAX_WORD_CHARS]}..."
+        length += len(json.dumps(word)) + 2
+        if length > MAX_COMMAND_CHARS:
+            return [*found, f"... and {len(words) - len(found)} more"]
+        found.append(word)
+    return found
 
 
 def discard_run_folder(run_folder: RunFolder, requested: str | None) -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from lockstep.recording.text import number, plural, printable
 
+_Value = TypeVar("_Value")
+_SHOWN_VALUES, _NAME_CHARS = 4, 32
 _RATE_WINDOW_S = 5.0
 _REMAINING_WINDOW_S = 30.0
 
@@ -32,7 +35,7 @@ def progress_text(progress: Progress) -> str:
     if progress.total:
         step += f" of {progress.total} ({percent(progress)}%)"
     parts = [step, *([] if progress.epoch is None else [f"epoch {progress.epoch}"])]
-    parts += [f"{printable(name)} {number(value)}" for name, value in loss_first(progress.values)]
+    parts += value_texts(progress.values)
     if progress.samples_per_s is not None:
         parts.append(f"{number(progress.samples_per_s)} samples/s")
     parts.append(plural(progress.workers, "worker"))
@@ -41,13 +44,24 @@ def progress_text(progress: Progress) -> str:
     return " | ".join(parts)
 
 
+def value_texts(values: Mapping[str, float | str]) -> list[str]:
+    """The most important of the logged values: "loss 0.5321", "lr 0.01", ..., "and 37 more". NaN and infinity may be texts."""
+    ordered = loss_first(values)
+    shown = [f"{_name(name)} {number(float(value))}" for name, value in ordered[:_SHOWN_VALUES]]
+    return [*shown, f"and {len(ordered) - len(shown)} more"] if len(ordered) > len(shown) else shown
+
+
+def _name(text: str) -> str:
+    return printable(text if len(text) <= _NAME_CHARS else f"{text[: _NAME_CHARS - 1]}…")
+
+
 def percent(progress: Progress) -> int:
     """Of the steps; 100 only at the end."""
     assert progress.total
     return min(100, 100 * progress.step // progress.total)
 
 
-def loss_first(values: Mapping[str, float]) -> list[tuple[str, float]]:
+def loss_first(values: Mapping[str, _Value]) -> list[tuple[str, _Value]]:
     """The values in the order of their importance: the loss, what is named after a loss, then the others as they came."""
     return sorted(values.items(), key=lambda item: 0 if item[0] == "loss" else 1 if "loss" in item[0].lower() else 2)
 

@@ -8,13 +8,15 @@ import json
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from lockstep.errors import UsageError
-from lockstep.launcher.file_ends import first_objects, last_objects
+from lockstep.launcher.event_thinning import EventThinning
+from lockstep.launcher.file_ends import first_events, last_events
 from lockstep.recording.json_lines import JsonLinesFile
+from lockstep.recording.text import printable
 
 _FILES = ("events.jsonl", "recording", "workers", "ledger", "tracking", "zygote.txt", "outcome.json")
 """What a run writes into its folder, and leaves there."""
@@ -27,7 +29,7 @@ _ELSEWHERE_S = 300.0
 
 
 class RunFolder:
-    """Made by ``create``. ``record`` appends to ``events.jsonl`` without buffering: a killed agent loses no entry.
+    """Made by ``create``. ``record`` appends to ``events.jsonl`` without buffering: a killed agent loses no fault.
 
     ``folder``: a descriptor of the folder. Its lock shows that a run uses the folder, and ends with this process.
     """
@@ -38,7 +40,7 @@ class RunFolder:
         self.error: OSError | None = None
         """The first error of ``record``."""
         self._folder = folder
-        self._events = JsonLinesFile(path / "events.jsonl")
+        self._events, self._thinning = JsonLinesFile(path / "events.jsonl"), EventThinning()
 
     @staticmethod
     def create(requested: str | None, now: float) -> RunFolder:
@@ -93,16 +95,26 @@ class RunFolder:
         self.append({"time": time.time(), "kind": kind, **facts})
 
     def append(self, line: Mapping[str, Any]) -> None:
-        try:
-            self._events.append(json.dumps(line, default=str) + "\n")
-        except OSError as error:  # a full disk must not end the run
-            self.error = self.error or error
+        """Append a line to ``events.jsonl``, or leave it out if too many of its kind were written (event_thinning.py)."""
+        self._write(self._thinning.add(line, time.monotonic()))
+
+    def on_time(self) -> None:
+        """Write the lines that have waited long enough. The process that supervises the run calls this often."""
+        self._write(self._thinning.due(time.monotonic()))
+
+    def _write(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        for line in lines:
+            try:
+                self._events.append(json.dumps(line, default=str) + "\n")
+            except OSError as error:  # a full disk must not end the run
+                self.error = self.error or error
 
     def remove_socket(self) -> None:
         """Nobody answers at the socket any more."""
         _unlink(self.socket_path)
 
     def close(self) -> None:
+        self._write(self._thinning.rest())
         for path in (self.socket_path, self.path / "agent.pid"):
             _unlink(path)  # if it cannot be removed, the lock still says that no run uses the folder any more
         self.leave()
@@ -179,14 +191,17 @@ def _require_own(folder: int, path: Path) -> None:
 
 def _require_not_elsewhere(path: Path, now: float) -> None:
     """On a file system that several machines share, the lock of a run may not be seen on the others."""
-    events = path / "events.jsonl"
-    host = next((str(line.get("host", "")) for line in first_objects(events, 1 << 14) if line.get("kind") == "command"), "")
-    if host in ("", socket.gethostname()) or any(line.get("kind") == "end" for line in last_objects(events, 1 << 16, ("end",))):
+    if not (path / "events.jsonl").exists():
+        return
+    host = next((line.get("host") or "" for line in first_events(path, 1 << 14) if line["kind"] == "command"), "")
+    has_ended = any(line["kind"] == "end" for line in last_events(path, 1 << 16, ("end",)))
+    if has_ended or host == socket.gethostname():
         return
     silent_s = now - last_written(path)
     if silent_s < _ELSEWHERE_S:
+        where = f"began on {printable(host)}" if host else "does not say on which machine it began"
         raise UsageError(
-            f"the run in {path} began on {host}, has not ended, and wrote there {max(0.0, silent_s):.0f} s ago. Choose another "
+            f"the run in {path} {where}, has not ended, and wrote there {max(0.0, silent_s):.0f} s ago. Choose another "
             f"folder with --run-dir DIR. If that run was killed, remove the folder, or repeat this command in "
             f"{_ELSEWHERE_S / 60:.0f} min."
         )

@@ -45,6 +45,8 @@ class RunObserver:
 
     def record(self, kind: str, **facts: Any) -> None:
         """Write a line of events.jsonl."""
+        if kind == "end":
+            self._stragglers.write_stops()
         line = {"time": time.time(), "kind": kind, **facts}
         self._summary.add_event(line)
         self._run_folder.append(line)
@@ -77,6 +79,7 @@ class RunObserver:
         self._live_status.forget(worker)
 
     def on_time(self, now: float) -> None:
+        self._run_folder.on_time()
         self._say_error("events.jsonl", self._run_folder.error, "Events")
         self._say_error("recording", self._observation.error, "Records of steps")
         self._console.redraw(now)

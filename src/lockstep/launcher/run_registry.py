@@ -17,11 +17,14 @@ from pathlib import Path
 
 from lockstep.errors import UsageError
 from lockstep.launcher.arguments import did_you_mean
+from lockstep.launcher.file_ends import first_events
 
 RUNS_FOLDER = "lockstep-runs"
 """In the current directory: the folders of runs without ``--run-dir``."""
 LAST = "last"
 _SHOWN = 5
+_FIRST_BYTES = 4096
+"""Of events.jsonl. When the run began is there."""
 _FOLLOWERS = ("machines", "heads")
 """In the folder of a run on several machines: folders with the folders of its parts."""
 
@@ -88,11 +91,7 @@ def known_runs() -> list[Path]:
 
 def began_at(path: Path) -> float:
     """When the run in ``path`` began, in seconds since 1970; 0 if that is not known."""
-    try:
-        with open(path / "events.jsonl", "rb") as file:
-            return float(json.loads(file.readline(1 << 20))["time"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return 0.0
+    return next((float(line["time"]) for line in first_events(path, _FIRST_BYTES)), 0.0)
 
 
 def find_run(text: str) -> Path:

@@ -90,7 +90,7 @@ def check_removable(path: Path, *, with_curves: bool = False) -> None:
 
 
 def remove_oldest(parent: Path, keep: int) -> None:
-    """Remove the oldest folders of ended runs that have a name made by Lockstep, so that ``keep`` are left. Says nothing.
+    """Remove the oldest folders of ended runs that have a name made by Lockstep, so that ``keep`` are left. Never raises.
 
     A run of another machine that has not said that it ended counts as ended if nobody has written there for 14 days. Folders in
     which somebody else has put something stay, and count.

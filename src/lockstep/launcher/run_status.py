@@ -9,7 +9,7 @@ finished     the script reached its end everywhere: code 0
 failed       it ended with another code
 stopped      Ctrl-C, a signal or `lockstep stop` ended it
 lost         the process that supervised it is gone, and has not said how the run ended: it was killed
-unknown      the files are those of a run on another machine, which may still run there
+unknown      the files are those of a run on another machine, or do not say on which machine it began: it may still run there
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.launcher.control_client import ControlClient, NoAnswerError, RefusedError
-from lockstep.launcher.file_ends import first_objects, last_objects
+from lockstep.launcher.file_ends import first_events, last_events, last_objects
 from lockstep.launcher.run_folder import is_in_use
+from lockstep.recording.records import parse
+from lockstep.recording.text import printable
 
 STARTING, RUNNING, RECOVERING, STOPPING = "starting", "running", "recovering", "stopping"
 """States that an agent answers (live_status.py)."""
@@ -51,6 +53,7 @@ class RunStatus:
     pid: int | None = None
     """Of the process that supervises it."""
     host: str = ""
+    """The machine on which it began; empty if its files do not say it."""
     code: int | None = None
     why: str = ""
     step: int = -1
@@ -70,8 +73,13 @@ class RunStatus:
 
     @property
     def is_here(self) -> bool:
-        """Whether it began on this machine, or is so old that its files do not say where."""
-        return self.host in ("", socket.gethostname())
+        """Whether its files say that it began on this machine."""
+        return self.host == socket.gethostname()
+
+    @property
+    def origin(self) -> str:
+        """ "it began on host-b", for sentences about runs that are not of this machine."""
+        return f"it began on {printable(self.host)}" if self.host else "its files do not say on which machine it began"
 
     @property
     def command(self) -> str:
@@ -84,8 +92,7 @@ def read_status(path: Path, *, ask: bool = True, timeout_s: float = _ANSWER_S) -
     Raises OSError if the folder cannot be read.
     """
     in_use = is_in_use(path)
-    first, last = first_objects(path / "events.jsonl", _FIRST_BYTES), last_objects(path / "events.jsonl", _LAST_BYTES, _LAST_KINDS)
-    status = _from_events(path, first, last)
+    status = _from_events(path, first_events(path, _FIRST_BYTES), last_events(path, _LAST_BYTES, _LAST_KINDS))
     if not in_use:
         return status
     status = replace(status, state=STARTING, ended=None)
@@ -114,53 +121,49 @@ def read_status(path: Path, *, ask: bool = True, timeout_s: float = _ANSWER_S) -
 def last_recorded_step(path: Path) -> int:
     """Returns the last step of which the recording of the run in ``path`` has a record; -1 if there is none."""
     files = sorted((path / "recording").glob("every-1-*.jsonl"))
-    steps = [line.get("step") for line in last_objects(files[-1], 1 << 16)] if files else []
-    return max((step for step in steps if isinstance(step, int)), default=-1)
+    records = map(parse, last_objects(files[-1], 1 << 16)) if files else ()
+    return max((record.step for record in records if record is not None), default=-1)
 
 
 def _from_events(path: Path, first: Sequence[dict[str, Any]], last: Sequence[dict[str, Any]]) -> RunStatus:
-    """The status of a run that does not run any more."""
-    begin = next((line for line in first if line.get("kind") in ("begin", "continue")), {})
-    command = next((line for line in first if line.get("kind") == "command"), {})
-    newest = {str(line.get("kind")): line for line in last}
+    """The status of a run that does not run any more. ``first`` and ``last``: lines of events.jsonl."""
+    begin = next((line for line in first if line["kind"] in ("begin", "continue")), {})
+    command = next((line for line in first if line["kind"] == "command"), {})
+    newest = {line["kind"]: line for line in last}
     end, saved = newest.get("end"), newest.get("saved")
+    step = end.get("step") if end is not None else None
     status = RunStatus(
         path,
         LOST,
-        role=str(command.get("role") or ("agent" if "command" in begin else "run")),
-        words=tuple(map(str, command.get("words") or filter(None, [begin.get("command")]))) or _words_of_machines(path),
-        began=_number(first[0].get("time")) if first else 0.0,
-        ended=_number(last[-1].get("time")) if last else None,
-        pid=begin.get("pid", command.get("pid")),
-        host=str(command.get("host", "")),
-        step=end["step"] if end is not None and isinstance(end.get("step"), int) else last_recorded_step(path),
-        checkpoint=(saved["step"], str(saved["where"])) if saved else None,
-        verdict=str(newest.get("verdict", {}).get("sentence", "")),
+        role=command.get("role") or ("agent" if "command" in begin else "run"),
+        words=tuple(command.get("words") or filter(None, [begin.get("command")])) or _words_of_machines(path),
+        began=first[0]["time"] if first else 0.0,
+        ended=last[-1]["time"] if last else None,
+        pid=begin.get("pid") or command.get("pid"),
+        host=command.get("host") or "",
+        step=last_recorded_step(path) if step is None else step,
+        checkpoint=(saved["step"], saved["where"]) if saved else None,
+        verdict=newest.get("verdict", {}).get("sentence") or "",
     )
     if end is None:
         return status if status.is_here else replace(status, state=UNKNOWN, ended=None)
-    code = end.get("code", 1)
     has_stopped = end.get("signal") is not None or end.get("stopped_after") is not None
-    saved_last = end.get("checkpoint")
+    code, saved_last = end["code"], end.get("checkpoint")
     return replace(
         status,
         state=STOPPED if has_stopped else FINISHED if code == 0 else FAILED,
         code=code,
-        summary=tuple(map(str, newest.get("summary", {}).get("lines", ()))),
-        why=str(end.get("why", "")),
+        summary=tuple(newest.get("summary", {}).get("lines", ())),
+        why=end.get("why") or "",
         stopped_after=end.get("stopped_after"),
-        checkpoint=(saved_last[0], str(saved_last[1])) if saved_last else status.checkpoint,
+        checkpoint=(saved_last[0], saved_last[1]) if saved_last else status.checkpoint,
     )
 
 
 def _words_of_machines(path: Path) -> tuple[str, ...]:
     """A head does not know what its agents run. Those that `lockstep run --hosts` has started on this machine do."""
     for events in sorted(path.glob("machines/*/events.jsonl"))[:1]:
-        for line in first_objects(events, 1 << 16):
-            if line.get("kind") == "command":
-                return tuple(map(str, line.get("words", ())))
+        for line in first_events(events.parent, 1 << 16):
+            if line["kind"] == "command":
+                return tuple(line.get("words") or ())
     return ()
-
-
-def _number(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) else 0.0

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 
+from lockstep.launcher.event_thinning import Spacing
 from lockstep.recording.causes import Stop
 from lockstep.recording.records import StepRecord
 from lockstep.recording.stragglers import Straggler, StragglerWatch
@@ -23,7 +24,7 @@ _MAX_RECORDS = 300
 _FIRST_NUMBERS_S, _LAST_NUMBERS_S = 5.0, 600.0
 """The numbers of a verdict that stays are written again after these times, if they have changed."""
 _STOPS_S = 1.0
-"""A worker that is stopped often makes one event in this time."""
+"""A worker that is stopped often makes one event in this time, or in a longer one if there were many (event_thinning.py)."""
 
 
 class StragglerReports:
@@ -44,7 +45,7 @@ class StragglerReports:
         self._records, self._counted_since = 0, float("inf")
         self._newest_step = 0
         self._stops: dict[int, Stop] = {}  # worker -> its stops that were not written yet
-        self._write_stops_at = 0.0
+        self._write_stops_at, self._stops_spacing = 0.0, Spacing()
 
     @property
     def verdict(self) -> Straggler | None:
@@ -68,8 +69,8 @@ class StragglerReports:
 
     def on_time(self, now: float) -> None:
         if self._stops and now >= self._write_stops_at:
-            self._write_stops_at = now + _STOPS_S
-            self._write_stops()
+            self.write_stops()
+            self._write_stops_at = now + max(_STOPS_S, self._stops_spacing.seconds)
         if self._watch.has_new_steps and now >= self._look_at:
             began = time.thread_time()
             self._look(now)
@@ -100,10 +101,12 @@ class StragglerReports:
         facts = {name: round(value, 6) if isinstance(value, float) else value for name, value in asdict(verdict).items()}
         self._record("verdict", sentence=verdict.sentence(), step=self._newest_step, **facts)
 
-    def _write_stops(self) -> None:
+    def write_stops(self) -> None:
+        """Write the stops that were added up since the last line."""
         for worker, stop in self._stops.items():
             facts = {"at": round(stop.at, 3), "seconds": round(stop.seconds, 4), "times": stop.times}
             self._record("stopped", worker=worker, **facts)
+        self._stops_spacing.count(len(self._stops))
         self._stops.clear()
 
     def _choose_stride(self, records_per_s: float) -> None:

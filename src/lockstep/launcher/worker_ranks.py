@@ -7,7 +7,7 @@ from typing import Any
 
 
 class WorkerRanks:
-    """Fed with the lines of events.jsonl in their order."""
+    """Fed with the lines of events.jsonl in their order, without those that are damaged (recording/event_lines.py)."""
 
     def __init__(self) -> None:
         self.rank_of: dict[int, int] = {}
@@ -15,18 +15,14 @@ class WorkerRanks:
         self._workers_of: dict[int, set[int]] = {}
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """Lines that make no sense are left out."""
-        try:
-            if line.get("kind") == "started" and not line.get("are_spares"):
-                self._put({int(worker): int(rank) for worker, rank in line["ranks"].items()})
-            elif line.get("kind") == "continue":
-                self._put({int(worker): rank for rank, worker in enumerate(line["workers"])})
-            elif line.get("kind") == "event":
-                for action in line["actions"]:
-                    if "Form" in action:
-                        self._put({int(worker): rank for rank, worker in enumerate(action["Form"]["members"])})
-        except (KeyError, TypeError, ValueError, AttributeError):
-            return
+        if line["kind"] == "started" and not line.get("are_spares"):
+            self._put({int(worker): rank for worker, rank in line["ranks"].items()})
+        elif line["kind"] == "continue":
+            self._put({worker: rank for rank, worker in enumerate(line["workers"])})
+        elif line["kind"] == "event":
+            for action in line.get("actions") or ():
+                if "Form" in action:
+                    self._put({worker: rank for rank, worker in enumerate(action["Form"]["members"])})
 
     def workers_of(self, rank: int) -> frozenset[int]:
         """Every worker that has had this rank."""

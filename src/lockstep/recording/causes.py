@@ -51,7 +51,9 @@ def cause_of(rows: Sequence[StepRow], rank: int, stops: Sequence[Stop] = ()) -> 
         return STOP, f"its memory is on a disk: it waited for {faults} pages in {len(rows)} steps"
     if queue >= _MOST * own and cpu < (1 - _MOST) * own:
         return OTHER, "other processes use its core"
-    meanwhile = "it computes meanwhile" if cpu >= _MOST * own else "it waits meanwhile: for a disk, a lock, a GPU or a timer"
+    meanwhile = (
+        "it computes meanwhile" if cpu >= _MOST * own else "it waits meanwhile, for example for a disk, a lock, a GPU or a timer"
+    )
     return (LOADER if data >= _MOST * own else COMPUTE), meanwhile
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+LONGEST_LINE = 1 << 20
+"""A longer line is damaged: no line that Lockstep writes is that long."""
 
 
 class JsonLinesFile:
@@ -56,6 +59,11 @@ class JsonLinesTail:
         """Whether the last call of ``read`` left something because of ``max_bytes``."""
 
     def read(self, max_bytes: int | None = None) -> list[dict[str, Any]]:
+        """Returns the new lines. ``max_bytes``: about so much of the file, or one line that is longer."""
+        return objects(line for _, line in self.lines(max_bytes))
+
+    def lines(self, max_bytes: int | None = None) -> Iterator[tuple[int, bytes]]:
+        """As ``read``, as bytes, each with its position in the file. The next call begins behind all of them."""
         self.has_more = False
         try:
             with open(self._path, "rb") as file:
@@ -63,29 +71,39 @@ class JsonLinesTail:
                     self._offset = 0
                 file.seek(self._offset)
                 data = file.read(-1 if max_bytes is None else max_bytes)
+                if max_bytes is not None and len(data) == max_bytes:
+                    self.has_more = True
+                    if b"\n" not in data:
+                        data += file.readline(LONGEST_LINE)
         except OSError:
-            return []
-        end = data.rfind(b"\n") + 1
-        if max_bytes is not None and len(data) == max_bytes:
-            self.has_more = True
-            if end == 0:  # no line is that long: a damaged file
-                self._offset += len(data)
-                return []
+            return iter(())
+        begin, end = self._offset, data.rfind(b"\n") + 1
+        if end == 0 and len(data) > LONGEST_LINE:  # no line is that long: a damaged file
+            self._offset += len(data)
+            return iter(())
+        self.has_more = self.has_more and end > 0
         self._offset += end
-        return objects(data[:end].splitlines())
+        return _with_positions(begin, data[:end])
+
+
+def _with_positions(begin: int, data: bytes) -> Iterator[tuple[int, bytes]]:
+    for line in data.splitlines(keepends=True):
+        yield begin, line
+        begin += len(line)
 
 
 def objects(lines: Iterable[bytes]) -> list[dict[str, Any]]:
     """The JSON objects of these lines. What is no object was written in part: no part of a JSON object is a JSON object."""
-    found = []
-    for line in lines:
-        try:
-            each = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(each, dict):
-            found.append(each)
-    return found
+    return [found for found in map(object_of, lines) if found is not None]
+
+
+def object_of(line: bytes) -> dict[str, Any] | None:
+    """The JSON object of this line; None if it is none."""
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def number(value: float) -> float | str:

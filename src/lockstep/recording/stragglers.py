@@ -42,7 +42,10 @@ class Straggler:
     """What else is known of the cause."""
 
     def sentence(self) -> str:
-        """ "rank 2 is last in 94% of steps, by 31 ms: its loader; the run would be 11% faster without it" """
+        """ "rank 2 is last in 94% of steps, by 31 ms: its loader; the run would be 11% faster without it".
+
+        The worker has its number there too if that is not its rank, as in logs: "rank 2 (worker 5) is last".
+        """
         words = {LOADER: "its loader", COMPUTE: "its computation", LINK: "its link to other machines", STOP: self.detail}
         behind = f"{self.behind_s * 1e3:.0f} ms" if self.behind_s >= 0.00095 else f"{self.behind_s * 1e3:.1g} ms"
         without = "with as many lanes on every worker" if self.cause == LANES else "without it"

@@ -68,11 +68,25 @@ class RunSummary:
     # -- what it is fed with -----------------------------------------------------------------------
 
     def add_event(self, line: Mapping[str, Any]) -> None:
-        """A line of ``events.jsonl``. Lines that make no sense are left out."""
-        try:
-            self._add_event(str(line["kind"]), float(line["time"]), line)
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError):
-            pass
+        """A line of ``events.jsonl``, which is not damaged (event_lines.py)."""
+        kind, at = line["kind"], line["time"]
+        if kind in ("begin", "continue"):
+            self.began_at = at if self.began_at is None else self.began_at
+            self.ended_at = None
+        elif kind == "exited":
+            how = line.get("how") or "exit code 0"
+            if how != "exit code 0":
+                self._fault(at, line["worker"], f"worker {line['worker']} died ({how})")
+        elif kind == "event":
+            self._decided(at, line)
+        elif kind == "saved":
+            self.checkpoint = line["step"], line["where"]
+        elif kind == "signal":
+            self._got_signal = True
+        elif kind == "end":
+            self.code, self.why, self.ended_at = line["code"], line.get("why") or "", at
+            is_stopped = self._got_signal or line.get("stopped_after") is not None
+            self.state = "stopped" if is_stopped else "ended" if self.code == 0 else "failed"
 
     def add_record(self, record: StepRecord | Metrics) -> None:
         """A line of the recording."""
@@ -178,42 +192,23 @@ class RunSummary:
 
     # -- how it counts -----------------------------------------------------------------------------
 
-    def _add_event(self, kind: str, at: float, line: Mapping[str, Any]) -> None:
-        if kind in ("begin", "continue"):
-            self.began_at = at if self.began_at is None else self.began_at
-            self.ended_at = None
-        elif kind == "exited":
-            how = str(line["how"])
-            if how != "exit code 0":
-                self._fault(at, int(line["worker"]), f"worker {line['worker']} died ({how})")
-        elif kind == "event":
-            self._decided(at, line)
-        elif kind == "saved":
-            self.checkpoint = int(line["step"]), str(line["where"])
-        elif kind == "signal":
-            self._got_signal = True
-        elif kind == "end":
-            self.code, self.why, self.ended_at = int(line["code"]), str(line["why"]), at
-            is_stopped = self._got_signal or line.get("stopped_after") is not None
-            self.state = "stopped" if is_stopped else "ended" if self.code == 0 else "failed"
-
     def _decided(self, at: float, line: Mapping[str, Any]) -> None:
         """A decision of plan/membership.py: an event, and the actions that followed."""
         for name, facts in line["event"].items():
             if name == "MachineLost":
-                for worker in facts.get("workers", ()):
-                    self._fault(at, int(worker), str(facts.get("how", "its machine is lost")))
+                for worker in facts.get("workers") or ():
+                    self._fault(at, worker, facts.get("how") or "its machine is lost")
             elif name == "ScriptRaised":
-                error = str(facts.get("error", "")).partition(":")[0]
-                self._fault(at, int(facts["worker"]), f"worker {facts['worker']} raised {error}")
-        for action in line.get("actions", ()):
+                error = (facts.get("error") or "").partition(":")[0]
+                self._fault(at, facts["worker"], f"worker {facts['worker']} raised {error}")
+        for action in line.get("actions") or ():
             for name, facts in action.items():
                 if name == "Form":
-                    self.members, self.generation = tuple(int(id) for id in facts["members"]), int(facts["number"])
+                    self.members, self.generation = tuple(facts["members"]), facts["number"]
                     self._lost = set()
                     self.state = "running"
                 elif name == "Kill":
-                    self._fault(at, int(facts["worker"]), f"worker {facts['worker']} hung and was killed")
+                    self._fault(at, facts["worker"], f"worker {facts['worker']} hung and was killed")
                 elif name == "StartAgain":
                     self.restarts, self.members = self.restarts + 1, ()
                 elif name == "End":

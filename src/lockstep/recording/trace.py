@@ -13,11 +13,13 @@ completion is not known are left out.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from lockstep.recording.records import UNKNOWN, StepRecord
+from lockstep.recording.text import plural
 
 Event = dict[str, Any]
 
@@ -31,7 +33,7 @@ _MAX_ALL_TO_ALL = 8
 def make_trace(records: Iterable[StepRecord], events: Iterable[Mapping[str, Any]], first: int, last: int) -> dict[str, Any]:
     """Return the trace of the steps ``first`` to ``last``, both included, with the pauses between them.
 
-    ``events``: lines of events.jsonl. Those in the time of these steps become instant events.
+    ``events``: lines of events.jsonl that are not damaged. Those in the time of these steps become instant events.
     """
     chosen = sorted((each for each in records if first <= each.step <= last and each.spans), key=lambda each: each.at)
     if not chosen:
@@ -80,12 +82,21 @@ def _steps_of(worker: int, records: Sequence[StepRecord], begin: float) -> list[
     return made
 
 
+class _Key(NamedTuple):
+    """The same on all workers. ``phase``: a step with several phases deposits a bucket in each of them; 0 is the first."""
+
+    generation: int
+    step: int
+    committed: bool
+    bucket: int
+    phase: int
+
+
 @dataclass(frozen=True)
 class _Bucket:
-    """One bucket of one step on one worker. ``key``: the same on all workers."""
+    """One bucket of one phase of a step on one worker."""
 
-    key: tuple[int, int, bool, int]
-    """Generation, step, whether it was committed, number of the bucket."""
+    key: _Key
     worker: int
     thread: int
     sent_us: int
@@ -94,7 +105,7 @@ class _Bucket:
     nbytes: int
 
     def slices(self) -> list[Event]:
-        name, step = f"bucket {self.key[3]}", {"step": self.key[1], "bytes": self.nbytes}
+        name, step = f"bucket {self.key.bucket}", {"step": self.key.step, "bytes": self.nbytes}
         pid = _pid(self.worker)
         return [
             _slice(name, "bucket", pid, self.thread, self.sent_us, max(1, self.done_us - self.sent_us), step),
@@ -106,28 +117,29 @@ def _buckets_of(worker: int, records: Sequence[StepRecord], begin: float) -> lis
     found: list[_Bucket] = []
     free_us: list[int] = []  # by thread: when its last slice ends
     complete_us = 0
-    rows = [
-        (_us(record.at - begin) + each.sent_us, _us(record.at - begin) + each.done_us, record, each)
-        for record in records
-        for each in record.buckets
-        if each.done_us != UNKNOWN
-    ]
+    rows: list[tuple[int, int, _Key, int]] = []  # (sent, done, key, bytes)
+    for record in records:
+        at_us, phases = _us(record.at - begin), Counter[int]()
+        for each in record.buckets:
+            if each.done_us != UNKNOWN:
+                key = _Key(record.generation, record.step, record.committed, each.bucket, phases[each.bucket])
+                rows.append((at_us + each.sent_us, at_us + each.done_us, key, each.nbytes))
+            phases[each.bucket] += 1
     places = {}
-    for sent, done, _, each in sorted(rows, key=lambda row: row[0]):
+    for sent, done, key, _ in sorted(rows, key=lambda row: row[0]):
         thread = next((number for number, free in enumerate(free_us) if free <= sent), len(free_us))
         free_us[thread : thread + 1] = [max(done, sent + 1)]
-        places[sent, each.bucket] = _BUCKETS + thread
-    for sent, done, record, each in sorted(rows, key=lambda row: row[1]):
+        places[key] = _BUCKETS + thread
+    for sent, done, key, nbytes in sorted(rows, key=lambda row: row[1]):
         complete_us = max(done, complete_us + 1, sent)
-        key = (record.generation, record.step, record.committed, each.bucket)
-        found.append(_Bucket(key, worker, places[sent, each.bucket], sent, done, complete_us, each.nbytes))
+        found.append(_Bucket(key, worker, places[key], sent, done, complete_us, nbytes))
     return found
 
 
 def _flows(buckets: Sequence[_Bucket]) -> list[Event]:
     """The average is complete on a worker when all workers have deposited their part."""
     made: list[Event] = []
-    same: dict[tuple[int, int, bool, int], list[_Bucket]] = {}
+    same: dict[_Key, list[_Bucket]] = {}
     for bucket in buckets:
         same.setdefault(bucket.key, []).append(bucket)
     for key, everywhere in same.items():
@@ -135,7 +147,7 @@ def _flows(buckets: Sequence[_Bucket]) -> list[Event]:
         sources = everywhere if len(everywhere) <= _MAX_ALL_TO_ALL else [last]
         for source in sources:
             for target in everywhere:
-                common = {"name": f"bucket {key[3]}", "cat": "flow", "id": len(made) // 2 + 1}
+                common = {"name": f"bucket {key.bucket}", "cat": "flow", "id": len(made) // 2 + 1}
                 at = {"pid": _pid(source.worker), "tid": source.thread, "ts": source.sent_us}
                 made.append({"ph": "s", **common, **at})
                 at = {"pid": _pid(target.worker), "tid": _COMPLETE, "ts": target.complete_us}
@@ -144,15 +156,15 @@ def _flows(buckets: Sequence[_Bucket]) -> list[Event]:
 
 
 def _instant(line: Mapping[str, Any], begin: float, end: float) -> Event | None:
-    time, name = line.get("time"), _event_name(line)
-    if not isinstance(time, int | float) or not begin <= time <= end or not name:
+    time, name = line["time"], _event_name(line)
+    if not begin <= time <= end or not name:
         return None
     facts = {key: value for key, value in line.items() if key not in ("time", "kind")}
     return {
         "ph": "i",
         "s": "g",
         "name": name,
-        "cat": str(line["kind"]),
+        "cat": line["kind"],
         "pid": _RUN,
         "tid": _STEPS,
         "ts": _us(time - begin),
@@ -162,19 +174,19 @@ def _instant(line: Mapping[str, Any], begin: float, end: float) -> Event | None:
 
 def _event_name(line: Mapping[str, Any]) -> str:
     """What people should see of a line of events.jsonl; empty: nothing."""
-    kind = line.get("kind")
+    kind = line["kind"]
     if kind == "event":
-        forms = [action["Form"] for action in line.get("actions", ()) if isinstance(action, dict) and "Form" in action]
-        return f"generation {forms[-1].get('number')}: {len(forms[-1].get('members', ()))} workers" if forms else ""
+        forms = [action["Form"] for action in line.get("actions") or () if "Form" in action]
+        return f"generation {forms[-1]['number']}: {plural(len(forms[-1]['members']), 'worker')}" if forms else ""
     if kind == "exited":
-        return f"worker {line.get('worker')} ended: {line.get('how')}"
+        return f"worker {line['worker']} ended: {line.get('how')}"
     if kind == "stopped":
-        return f"worker {line.get('worker')} continues after a stop"
+        return f"worker {line['worker']} continues after a stop"
     if kind == "verdict":
-        return str(line.get("sentence") or "no worker is slower than the others")
+        return line.get("sentence") or "no worker is slower than the others"
     if kind == "saved":
-        return f"checkpoint of step {line.get('step')}"
-    return str(kind) if kind in ("signal", "machine lost") else ""
+        return f"checkpoint of step {line['step']}"
+    return kind if kind in ("signal", "machine lost") else ""
 
 
 def _names(pid: int, process: str, place: int, threads: Mapping[int, str]) -> list[Event]:

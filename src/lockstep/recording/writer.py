@@ -5,7 +5,8 @@
     every-256-000001.jsonl    ... by 256
     every-4096-000001.jsonl   ... by 4096
 
-Of each row the newest files are kept. So a long run keeps its last steps in full, and older ones the thinner the older they are.
+The files with the same first number are a row. Of each row the newest four are kept. So a long run keeps its last steps in full,
+and older ones the thinner the older they are.
 ``events.jsonl`` is another file, of which nothing is removed: it has the faults.
 """
 
