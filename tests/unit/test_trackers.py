@@ -90,7 +90,7 @@ def test_the_backlog_keeps_what_a_tracker_in_the_background_does_not_hold_yet() 
     trackers.hand_over()
     assert [step for step, _ in tracker.got] == [1, 2, 3]
     tracker.written = 2
-    backlog.confirm(trackers.held())
+    backlog.confirm(trackers.report())
     assert [step for step, _ in backlog.steps] == [3]
     successor = Background()
     successor.written = 2
@@ -101,7 +101,7 @@ def test_the_backlog_keeps_what_a_tracker_in_the_background_does_not_hold_yet() 
 def test_a_worker_that_is_not_rank_0_confirms_nothing() -> None:
     trackers, _ = made(Notes())
     trackers.enter_generation(is_main=False)
-    assert trackers.held() is None
+    assert trackers.report() is None
 
 
 def test_the_backlog_travels_with_the_state_bit_for_bit() -> None:
@@ -144,28 +144,108 @@ def test_a_tracker_that_raises_is_named_once_and_the_others_go_on() -> None:
     trackers.close()
     assert notices == [
         "the tracker Notes has failed after step 1 (RuntimeError: the disk is full). Training continues. The tracker is tried "
-        "again every 30 s, and gets the steps that it lacks then.",
+        "again after 30 s, and gets the steps that it lacks then.",
         "the tracker Notes has not worked again. It lacks the steps after step 1.",
     ]
 
 
-def test_a_tracker_that_works_again_gets_the_steps_that_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tracker_that_works_again_gets_the_steps_that_it_lacks(clock: Clock) -> None:
     failing, good, backlog = Notes(fails_at=2), Notes(), filled(3)
     trackers, notices = made(failing, good, backlog=backlog)
-    monkeypatch.setattr("lockstep.observe.trackers._RETRY_S", 0.0)
     trackers.hand_over()
-    backlog.confirm(trackers.held())
+    backlog.confirm(trackers.report())
     assert [step for step, _ in backlog.steps] == [1, 2, 3]
     failing.fails_at = -1
     backlog.add(4, {"loss": 0.0})
+    clock.now += 30.0
     trackers.hand_over()
     assert [step for step, _ in failing.got] == [step for step, _ in good.got] == [1, 2, 3, 4]
     assert notices[1:] == ["the tracker Notes works again, and has got the steps up to 4."]
-    backlog.confirm(trackers.held())
+    backlog.confirm(trackers.report())
     assert not backlog.steps
 
 
-def test_a_file_is_opened_again_and_its_torn_end_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class Unreachable:
+    """A tracker whose server does not answer: each try takes ``takes_s`` of the clock."""
+
+    def __init__(self, clock: Clock, takes_s: float) -> None:
+        self.clock, self.takes_s, self.tries, self.closed = clock, takes_s, 0, 0
+
+    def open(self, run_id: str, folder: Path) -> None:
+        self.clock.now += self.takes_s
+        self.tries += 1
+        raise TimeoutError("the server does not answer")
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        raise AssertionError("it is not open")
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+class Clock:
+    now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr("lockstep.observe.trackers.time", clock)
+    monkeypatch.setattr("lockstep.observe.tracker_backlog.time", clock)
+    return clock
+
+
+@pytest.mark.parametrize("takes_s", [0.01, 1.0, 30.0, 200.0])
+def test_the_tries_of_a_tracker_that_fails_take_5_percent_of_the_time_at_most(takes_s: float, clock: Clock) -> None:
+    tracker = Unreachable(clock, takes_s)
+    trackers, _ = made(tracker)
+    trackers.hand_over()
+    began, tries = clock.now, tracker.tries
+    while tracker.tries < 6:
+        clock.now += 1.0
+        trackers.hand_over()
+        trackers.settle()  # a loop ends
+        trackers.enter_generation(is_main=True)  # another worker has left or joined
+    assert (tracker.tries - tries) * takes_s <= 0.05 * (clock.now - began)
+
+
+def test_a_tracker_that_fails_is_tried_once_more_when_the_script_ends(clock: Clock) -> None:
+    tracker = Unreachable(clock, 30.0)
+    trackers, _ = made(tracker)
+    trackers.hand_over()
+    trackers.settle(is_last=True)
+    assert tracker.tries == 2
+
+
+def test_the_next_rank_0_does_not_try_a_tracker_again_before_the_pause_is_over(clock: Clock) -> None:
+    backlog, failing = filled(3), Unreachable(clock, 30.0)
+    trackers, _ = made(failing, backlog=backlog)
+    trackers.hand_over()
+    backlog.confirm(trackers.report())
+    good, successor = Notes(), Unreachable(clock, 30.0)
+    after, notices = made(successor, good, backlog=backlog)
+    clock.now += 590.0
+    after.hand_over()
+    assert (successor.tries, len(good.got)) == (0, 3)
+    clock.now += 10.0
+    after.hand_over()
+    assert successor.tries == 1
+    assert notices == [], "the rank 0 before has said that it fails"
+
+
+def test_a_tracker_that_was_opened_in_part_is_closed(clock: Clock) -> None:
+    tracker = Unreachable(clock, 0.0)
+    trackers, _ = made(tracker)
+    trackers.hand_over()
+    trackers.enter_generation(is_main=False)
+    trackers.close()
+    assert tracker.closed == 1
+
+
+def test_a_file_is_opened_again_and_its_torn_end_is_cut_off(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     backlog = filled(3)
     trackers, _ = made(Csv(), backlog=backlog, folder=tmp_path)
     write_really, room = os.write, [10]
@@ -177,12 +257,12 @@ def test_a_file_is_opened_again_and_its_torn_end_is_cut_off(tmp_path: Path, monk
         room[0] -= count
         return count
 
-    monkeypatch.setattr("lockstep.observe.trackers._RETRY_S", 0.0)
     with monkeypatch.context() as full:
         full.setattr(os, "write", write_until_full)
         trackers.hand_over()
     path = tmp_path / "curves" / "metrics.csv"
     assert not path.read_bytes().endswith(b"\n")
+    clock.now += 30.0
     trackers.hand_over()
     assert [row["step"] for row in rows_of(path)] == ["1", "2", "3"]
 
@@ -192,7 +272,7 @@ def test_the_steps_that_are_kept_for_a_tracker_that_fails_are_limited(monkeypatc
     backlog = filled(100)
     trackers, _ = made(Notes(fails_at=1), backlog=backlog)
     trackers.hand_over()
-    backlog.confirm(trackers.held())
+    backlog.confirm(trackers.report())
     assert [step for step, _ in backlog.steps] == list(range(91, 101))
 
 
