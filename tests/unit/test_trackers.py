@@ -23,7 +23,6 @@ from lockstep.errors import UsageError
 from lockstep.observe.named_trackers import make_trackers, tracking_folder
 from lockstep.observe.tracker_backlog import TrackerBacklog
 from lockstep.observe.tracker_csv import Csv
-from lockstep.observe.tracker_mlflow import Mlflow
 from lockstep.observe.tracker_tensorboard import TensorBoard
 from lockstep.observe.trackers import Trackers
 from lockstep.observe.wandb_file import _records
@@ -475,22 +474,6 @@ def test_a_number_that_is_too_large_for_tensorboard_becomes_infinite(tmp_path: P
     tracker = opened(TensorBoard(), tmp_path)
     write(tracker, (1, {"large": 1e300, "nan": math.nan, "inf": -math.inf}))
     assert opened(TensorBoard(), tmp_path).last_step() == 1
-
-
-@pytest.mark.filterwarnings("ignore")  # of the packages that it uses
-@pytest.mark.skipif(importlib.util.find_spec("mlflow") is None, reason="mlflow is not installed")
-def test_mlflow_gets_any_name_and_any_number_of_values(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    tracker = opened(Mlflow(), tmp_path)
-    names = ["acc@1", "acc@5", "../up", "a//b", "", ".", "plain/name", "n" * 300]
-    write(tracker, (1, dict.fromkeys(names, 1.0)), (2, {f"many {index}": 1.0 for index in range(2500)}), (3, {"acc@1": 2.0}))
-    assert capfd.readouterr().err.count("the tracker mlflow logs 'acc@1' as 'acc_1': MLflow refuses the name.") == 1
-    tracker.close()
-    again = opened(Mlflow(), tmp_path)
-    assert again.last_step() == 3
-    metrics = again._client.get_run(again._run).data.metrics
-    assert {"acc_1", "acc_5", "__up", "a__b", "_", "plain/name", "n" * 250} <= set(metrics)
-    assert sum(name.startswith("many") for name in metrics) == 2500
-    again.close()
 
 
 def test_a_record_of_wandb_that_is_not_whole_is_left_for_later() -> None:
