@@ -50,7 +50,7 @@ def require_equal(found: Curves, expected: Curves, *, is_float32: bool = False) 
 def read(tracker: str, folder: Path) -> Curves:
     """Read the curves of the only run below ``folder``."""
     (run,) = [path for path in folder.iterdir() if path.is_dir()]
-    return {"csv": _csv, "tensorboard": _tensorboard, "wandb": _wandb, "mlflow": _mlflow}[tracker](run)
+    return {"csv": _csv, "tensorboard": tensorboard_curves, "wandb": _wandb, "mlflow": _mlflow}[tracker](run)
 
 
 def _csv(folder: Path) -> Curves:
@@ -59,7 +59,7 @@ def _csv(folder: Path) -> Curves:
     return [(int(row.pop("step")), {name: float(cell) for name, cell in row.items() if cell}) for row in rows]
 
 
-def _tensorboard(folder: Path) -> Curves:
+def tensorboard_curves(folder: Path) -> Curves:
     """With TensorBoard's EventAccumulator, in a process of its own: it logs and warns."""
     code = """
 import json, sys

@@ -23,9 +23,12 @@ from lockstep.errors import UsageError
 from lockstep.observe.named_trackers import make_trackers, tracking_folder
 from lockstep.observe.tracker_backlog import TrackerBacklog
 from lockstep.observe.tracker_csv import Csv
+from lockstep.observe.tracker_mlflow import Mlflow
 from lockstep.observe.tracker_tensorboard import TensorBoard
+from lockstep.observe.tracker_wandb import Wandb
 from lockstep.observe.trackers import Trackers
 from lockstep.observe.wandb_file import _records
+from tests.tracked import tensorboard_curves
 
 needs_tensorboard = pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="tensorboard is not installed")
 
@@ -470,6 +473,41 @@ def test_a_record_of_tensorboard_that_was_written_in_part_is_cut_off(tmp_path: P
 
 
 @needs_tensorboard
+@pytest.mark.parametrize("damage", ["zeros", "zeros in a record", "a changed byte"])
+def test_a_file_of_tensorboard_is_cut_off_at_the_first_damaged_record(damage: str, tmp_path: Path) -> None:
+    """A machine has lost power: what was not on the disk is zero after that, or old."""
+    tracker = opened(TensorBoard(), tmp_path)
+    write(tracker, (1, {"loss": 0.5}), (2, {"loss": 0.25}))
+    (path,) = (tmp_path / "tensorboard").glob("events*")
+    two = path.read_bytes()
+    write(tracker, *((step, {"loss": 1 / step}) for step in range(3, 100)))
+    tracker.close()
+    whole = path.read_bytes()
+    at = {"zeros": len(two), "zeros in a record": len(two) + 20, "a changed byte": len(two) + 30}[damage]
+    if damage == "a changed byte":
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+    else:
+        path.write_bytes(whole[:at] + bytes(len(whole) - at))
+    again = opened(TensorBoard(), tmp_path)
+    assert again.last_step() == 2
+    assert path.read_bytes() == two
+    write(again, (3, {"loss": 0.125}))
+    again.close()
+    assert [step for step, _ in tensorboard_curves(tmp_path)] == [1, 2, 3], "TensorBoard's own reader"
+
+
+@needs_tensorboard
+def test_a_damaged_length_in_a_large_file_of_tensorboard_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.observe.tracker_tensorboard._CHECKED_BYTES", 100)
+    write(opened(TensorBoard(), tmp_path), *((step, {"loss": 1 / step}) for step in range(1, 100)))
+    (path,) = (tmp_path / "tensorboard").glob("events*")
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2 : len(content) // 2 + 100] = bytes(100)
+    path.write_bytes(content)
+    assert 40 < opened(TensorBoard(), tmp_path).last_step() < 55
+
+
+@needs_tensorboard
 def test_a_number_that_is_too_large_for_tensorboard_becomes_infinite(tmp_path: Path) -> None:
     tracker = opened(TensorBoard(), tmp_path)
     write(tracker, (1, {"large": 1e300, "nan": math.nan, "inf": -math.inf}))
@@ -526,6 +564,39 @@ def test_a_branch_from_a_checkpoint_of_another_folder_has_curves_of_its_own(tmp_
 def test_mistakes_are_found_before_training(given: Any, sentence: str) -> None:
     with pytest.raises(UsageError, match=sentence):
         lockstep.Run(torch.nn.Linear(1, 1), lanes=1, track=given)
+
+
+SAME = Notes()
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (["csv", "csv"], r'track\[0\] and track\[1\], both Csv, write .* another path: lockstep\.track\.Csv\("other\.csv"\)\.$'),
+        (["csv", "tensorboard", Csv()], r"track\[0\] and track\[2\], both Csv,"),
+        ([Csv("a.csv"), Csv("./a.csv")], "both Csv,"),
+        (
+            [TensorBoard("runs"), TensorBoard("runs/")],
+            r'both TensorBoard, .* another folder: lockstep\.track\.TensorBoard\("other"\)',
+        ),
+        (["wandb", Wandb(project="b")], r'both Wandb, .* another id: lockstep\.track\.Wandb\(id="other"\)'),
+        (["mlflow", Mlflow()], r'both Mlflow, .* another experiment: lockstep\.track\.Mlflow\(experiment="other"\)'),
+        ([Mlflow(uri="http://a"), Mlflow(uri="http://a/")], "both Mlflow,"),
+        ([SAME, SAME], r"both Notes, write .*\. Pass the object once\."),
+    ],
+)
+def test_two_trackers_that_write_to_the_same_place_are_named_before_training(given: list[Any], sentence: str) -> None:
+    with pytest.raises(UsageError, match=sentence):
+        lockstep.Run(torch.nn.Linear(1, 1), lanes=1, track=given)
+
+
+def test_trackers_of_one_kind_may_write_to_different_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    train(track=["csv", Csv("a.csv"), Csv("b.csv"), Notes(), Notes()])
+    assert rows_of(tmp_path / "a.csv") == rows_of(tmp_path / "b.csv")
+    kinds = [Mlflow(), Mlflow("other"), Mlflow(uri="http://a"), Wandb(), Wandb(id="other"), TensorBoard(), TensorBoard("runs")]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    assert make_trackers(kinds) == kinds
 
 
 def test_a_package_that_is_missing_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:

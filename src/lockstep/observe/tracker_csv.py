@@ -34,6 +34,11 @@ class Csv:
         self._last = 0
         self._pending: list[str] = []
 
+    @property
+    def place(self) -> str | None:
+        """Where it writes, to compare trackers. None: the default."""
+        return None if self._given is None else os.path.realpath(self._given)
+
     def open(self, run_id: str, folder: Path) -> None:
         self.close()
         self._path = self._given or folder / "metrics.csv"

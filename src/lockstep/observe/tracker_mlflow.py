@@ -59,6 +59,11 @@ class Mlflow:
         self._pending: list[list[Any]] = []  # the metrics of each step
         self._names: dict[str, str] = {}  # logged name -> the name in MLflow
 
+    @property
+    def place(self) -> tuple[str | None, str]:
+        """Where it writes, to compare trackers."""
+        return None if self._uri is None else self._uri.rstrip("/"), self._experiment
+
     def open(self, run_id: str, folder: Path) -> None:
         from mlflow.tracking import MlflowClient
 

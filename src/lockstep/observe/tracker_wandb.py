@@ -31,8 +31,8 @@ class Wandb:
     unless you give these settings: by ``settings=wandb.Settings(...)`` or by ``WANDB_INIT_TIMEOUT`` and ``WANDB_FINISH_TIMEOUT``.
 
     Args:
-        **options: Arguments of ``wandb.init``, such as ``project``, ``entity``, ``name``, ``config`` and ``mode``. Lockstep gives
-            the run id: it stays the same after a resume.
+        **options: Arguments of ``wandb.init``, such as ``project``, ``entity``, ``name``, ``config`` and ``mode``. Without ``id``,
+            Lockstep gives the run id: it stays the same after a resume.
 
     Example:
         >>> run = lockstep.Run(model, opt, track=[lockstep.track.Wandb(project="small", config={"lr": 0.1})])
@@ -50,11 +50,17 @@ class Wandb:
         self._last = 0
         self._unsure: list[tuple[float, int]] = []  # when a step was logged online, until it was uploaded, as far as can be known
 
+    @property
+    def place(self) -> str | None:
+        """The id of its run, to compare trackers: wandb's process takes an id once. None: that of Lockstep."""
+        return self._options.get("id")
+
     def open(self, run_id: str, folder: Path) -> None:
         import wandb
 
         self._end_earlier()
         given = dict(self._options)
+        run_id = given.pop("id", run_id)
         place = Path(given.pop("dir", folder))
         place.mkdir(parents=True, exist_ok=True)
         known = wandb.setup().settings.model_fields_set  # by variables and files of the user
