@@ -18,7 +18,7 @@ import pytest
 
 from tests.fork_server import ROOT
 from tests.launch import LaunchedRun, is_running
-from tests.tracked import SCRIPT, Curves, environment, read, require_equal, undisturbed
+from tests.tracked import SCRIPT, Curves, environment, mlflow_curves, read, require_equal, undisturbed
 
 Start = Callable[..., LaunchedRun]
 PACKAGES = {"csv": (), "tensorboard": ("tensorboard",), "wandb": ("wandb",), "mlflow": ("mlflow", "sqlalchemy", "alembic")}
@@ -151,6 +151,17 @@ def test_after_20_deaths_of_rank_0_so_are_those_of_a_service(tracker: str, start
     play_20_kills(tracker, run)
     assert finish(run) == result
     require_curves(tracker, run.run_dir / "tracking", curves)
+
+
+@needs("mlflow")
+@pytest.mark.slow
+def test_mlflow_s_file_store_has_the_curves_of_an_undisturbed_run(expected: tuple[Curves, str], start: Start) -> None:
+    """Rank 0 is killed before and after it writes. A step is not one write there, so one that it has begun would be incomplete."""
+    run = start("mlflow-files")
+    for place in ("before", "after"):
+        kill_main(run, place, Random(place))
+    assert finish(run) == expected[1]
+    require_equal(mlflow_curves((run.folder / "mlruns").as_uri()), expected[0])
 
 
 def test_a_death_in_the_last_write_of_a_loop_loses_nothing(expected: tuple[Curves, str], start: Start) -> None:

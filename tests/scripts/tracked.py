@@ -1,7 +1,7 @@
 """Trains a small model with trackers. Its rank 0 can be killed at any place, also inside a tracker's write.
 
 TRACKED: the trackers, such as "csv,tensorboard"; "plain" is an object without last_step, which appends to plain.jsonl,
-and "late" writes late.jsonl at the end of the loop.
+"late" writes late.jsonl at the end of the loop, and "mlflow-files" is MLflow with its file store in the folder mlruns.
 TRACKED_CHECKPOINT: where checkpoints are saved. TRACKED_RESUME: Run's ``resume``. TRACKED_STEPS: how many steps there are.
 TRACKED_STOP_AT: the step that waits for the file named hurry. TRACKED_VERIFY_EVERY: Run's ``verify_every``.
 
@@ -116,7 +116,7 @@ def note(name: str, text: str) -> None:
     temporary.rename(name)
 
 
-OWN = {"plain": Plain, "late": Late}
+OWN = {"plain": Plain, "late": Late, "mlflow-files": lambda: lockstep.track.Mlflow(uri=Path("mlruns").absolute().as_uri())}
 note(f"pid-{worker}", str(os.getpid()))
 torch.manual_seed(11)
 model = torch.nn.Linear(16, 1)

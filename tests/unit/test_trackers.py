@@ -380,6 +380,20 @@ def test_a_line_of_csv_that_was_written_in_part_is_cut_off(left: int, tmp_path: 
     assert path.read_bytes() == whole
 
 
+@pytest.mark.parametrize("at", ["a line", "the header", "nothing"])
+def test_a_csv_file_is_cut_off_where_it_is_zero(at: str, tmp_path: Path) -> None:
+    """A machine has lost power: what was not on the disk is zero after that."""
+    write(opened(Csv(), tmp_path), (1, {"loss": 0.5, "nul\0": 0.5}), (2, {"loss": 0.25}), (3, {"loss": 0.125}))
+    path = tmp_path / "metrics.csv"
+    whole = path.read_bytes()
+    begin = {"a line": whole.index(b"\n2,") + 3, "the header": 3, "nothing": 0}[at]
+    path.write_bytes(b"" if at == "nothing" else whole[:begin] + bytes(20) + b"\n" + whole[-8:])
+    tracker = opened(Csv(), tmp_path)
+    assert tracker.last_step() == (1 if at == "a line" else 0)
+    write(tracker, (4, {"loss": 0.0}))
+    assert [row["step"] for row in rows_of(path)] == (["1", "4"] if at == "a line" else ["4"])
+
+
 def test_a_file_of_another_run_is_put_aside(tmp_path: Path) -> None:
     path = tmp_path / "metrics.csv"
     path.write_text("mine\n")
@@ -414,20 +428,40 @@ def test_a_csv_file_is_read_as_utf_8_in_any_locale(tmp_path: Path) -> None:
     assert (tmp_path / "metrics.csv").read_bytes().decode() == "step,ü\n1,1.0\n2,1.0\n"
 
 
-def test_a_path_that_another_run_writes_is_refused(tmp_path: Path) -> None:
+@contextmanager
+def another_process_that_writes(path: Path) -> Iterator[None]:
+    """It has one step of the run "a"."""
     code = "import sys; from pathlib import Path; from lockstep.track import Csv\n"
     code += "tracker = Csv(sys.argv[1]); tracker.open('a', Path())\n"
     code += "tracker.log(1, {'loss': 1.0}); tracker.flush(); print('open', flush=True); sys.stdin.read()"
-    path = tmp_path / "metrics.csv"
     env = {"PYTHONPATH": str(SOURCE)}
     with subprocess.Popen([sys.executable, "-c", code, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == b"open\n"
-        with pytest.raises(OSError, match=r"^another run writes metrics\.csv; give each run a path of its own$"):
-            Csv(path).open("b", tmp_path)
+        yield
         other.communicate()
+
+
+def test_a_path_that_another_run_writes_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.csv"
+    with (
+        another_process_that_writes(path),
+        pytest.raises(OSError, match=r"^another run writes metrics\.csv; give each run a path of its own$"),
+    ):
+        Csv(path).open("b", tmp_path)
     assert rows_of(path) == [{"step": "1", "loss": "1.0"}]
     opened(Csv(path), tmp_path, "b").close()
+
+
+def test_a_path_that_an_earlier_worker_of_the_run_has_open_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.observe.tracker_files._LEAVING_S", 0.1)
+    path = tmp_path / "metrics.csv"
+    with (
+        another_process_that_writes(path),
+        pytest.raises(OSError, match=r"^an earlier worker of this run still has metrics\.csv open"),
+    ):
+        Csv(path).open("a", tmp_path)
+    assert opened(Csv(path), tmp_path, "a").last_step() == 1
 
 
 def test_a_folder_is_not_taken_for_a_csv_file(tmp_path: Path) -> None:

@@ -17,6 +17,9 @@ Why each step arrives exactly once, in a tracker that can say which step it hold
 - *Never twice.* A tracker has one writer: rank 0. A generation begins when the rank 0 before it has ended (the agent has seen
   that), or has left, or is a member with another rank: then it is not inside a call of a tracker, and makes no more of them. The
   writer begins by asking the tracker for the last step that it holds, and hands over later steps only, in order.
+  One case is not covered: if the machine of rank 0 is cut off from the head, the next generation begins while the earlier rank 0
+  lives. It makes no step without the others, but a write that it has begun may arrive after the next rank 0 has asked. The lock
+  of a file keeps the next rank 0 out until then, and W&B drops steps that it has; MLflow may hold the steps of one exchange twice.
 """
 
 from __future__ import annotations
