@@ -14,20 +14,10 @@ from typing import Any
 import pytest
 
 from lockstep.observe.tracker_mlflow import Mlflow, _batches, accepted_name
+from tests.local_trackers import opened, write
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the packages that it uses
 needs_mlflow = pytest.mark.skipif(importlib.util.find_spec("mlflow") is None, reason="mlflow is not installed")
-
-
-def opened(tracker: Mlflow, folder: Path) -> Mlflow:
-    tracker.open("curves", folder)
-    return tracker
-
-
-def write(tracker: Mlflow, *steps: tuple[int, dict[str, float]]) -> None:
-    for step, values in steps:
-        tracker.log(step, values)
-    tracker.flush()
 
 
 @needs_mlflow

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from lockstep.observe.tracker_wandb import Wandb, _files_of, _writers
-from lockstep.observe.wandb_file import WandbFile
+from lockstep.observe.wandb_file import WandbFile, _records
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # of the packages that it uses
@@ -131,3 +131,8 @@ def test_the_waits_of_wandb_have_limits(given: dict[str, Any], tmp_path: Path) -
     settings = tracker._run.settings
     assert (settings.init_timeout, settings.finish_timeout) == (30.0, 7.0 if given else 60.0)
     tracker.close()
+
+
+def test_a_record_of_wandb_that_is_not_whole_is_left_for_later() -> None:
+    assert list(_records(b"\0" * 7, 7)) == []
+    assert list(_records(b":W&B\0\0\0\1\2\3\4\xff\0\1data", 7)) == []

@@ -68,12 +68,13 @@ class Mlflow:
         from mlflow.tracking import MlflowClient
 
         self._client, self._pending = None, []
+        until = time.monotonic() + _LIMIT_S
         if self._uri is None:
             folder.mkdir(parents=True, exist_ok=True)
         with default_variables(_CLIENT_LIMITS):
             client = MlflowClient(tracking_uri=self._uri or f"sqlite:///{folder / 'mlflow.db'}")
             self._run = self._run_of(client, run_id)
-            self._last = self._last_step_in(client)
+            self._last = self._last_step_in(client, until)
         self._client = client
 
     def _run_of(self, client: Any, run_id: str) -> str:
@@ -86,8 +87,8 @@ class Mlflow:
         made = client.create_run(experiment_id, tags={_TAG: run_id}, run_name=self._name or run_id)
         return str(made.info.run_id)
 
-    def _last_step_in(self, client: Any) -> int:
-        until, last = time.monotonic() + _LIMIT_S, 0
+    def _last_step_in(self, client: Any, until: float) -> int:
+        last = 0
         for name in client.get_run(self._run).data.metrics:
             _require_time(until)
             last = max([last, *(metric.step for metric in client.get_metric_history(self._run, name))])
