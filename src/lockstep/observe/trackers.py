@@ -127,7 +127,7 @@ class Trackers:
     def settle(self, *, is_last: bool = False) -> TrackerReport | None:
         """Let trackers that write in the background write everything. Returns what ``report`` returns.
 
-        ``is_last``: the script ends. Then trackers that fail are tried once more, however short their pause was.
+        ``is_last``: the script ends. Then trackers that fail are tried once more, before their pause is over.
         """
         if is_last and self._open is not None:
             for each in self._open:
@@ -192,6 +192,7 @@ class Trackers:
         each.flushed = each.last
 
     def _call(self, each: _OpenTracker, act: Callable[[], object]) -> None:
+        """Call ``act``, which writes to the tracker. The agent learns of it if it takes longer than a moment."""
         is_local = getattr(each.tracker, "is_local", False)
         with nullcontext() if is_local else self._announced_if_slow(f"writing to {each.name}"):
             act()
