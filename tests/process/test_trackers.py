@@ -278,6 +278,23 @@ def test_an_object_that_cannot_say_what_it_holds_gets_each_step_at_least_once(ex
     assert dict(lines) == {step: {name: value.hex() for name, value in values.items()} for step, values in expected[0]}
 
 
+def test_a_tracker_whose_server_is_gone_is_tried_by_the_first_rank_0_and_when_the_script_ends(
+    expected: tuple[Curves, str], start: Start
+) -> None:
+    run = start("csv,gone")
+    wait_for_step(run, 9)  # the first exchange after the failed try tells the others
+    first = (run.folder / "main").read_text().strip()
+    kill_main(run, "before", Random(0))
+    assert finish(run) == expected[1]
+    tries = (run.folder / "tries").read_text().split()
+    assert len(tries) == 2, "the pause of 60 s is not over"
+    assert tries[0] == first != tries[1]
+    lines = run.output().splitlines()
+    assert sum(line.startswith("lockstep: the tracker Gone has failed") for line in lines) == 1
+    assert "lockstep: the tracker Gone has not worked again. It lacks the steps after step 0." in lines
+    require_curves("csv", run.run_dir / "tracking", expected[0])
+
+
 # -- runs that end between two exchanges ---------------------------------------------------------------
 
 ENDS = ["break", "break and close", "break and with", "break in epochs", "exit", "raise", "raise before", "wait"]
