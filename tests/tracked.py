@@ -17,12 +17,13 @@ from tests.fork_server import ROOT
 from tests.launch import LaunchedRun
 
 SCRIPT = ROOT / "tests" / "scripts" / "tracked.py"
+_PACKAGES = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "MLFLOW_ALLOW_FILE_STORE": "true"}
 Curves = list[tuple[int, dict[str, float]]]
 """The points of each step, in the order in which the reader gives them."""
 
 
 def environment(trackers: str, checkpoints: Path | None = None, **settings: Any) -> dict[str, str]:
-    env = {"TRACKED": trackers, "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+    env = {"TRACKED": trackers, "OMP_NUM_THREADS": "1", **_PACKAGES}
     env |= {f"TRACKED_{name.upper()}": str(value) for name, value in settings.items()}
     return env | ({"TRACKED_CHECKPOINT": str(checkpoints)} if checkpoints is not None else {})
 
@@ -50,7 +51,7 @@ def require_equal(found: Curves, expected: Curves, *, is_float32: bool = False) 
 def read(tracker: str, folder: Path) -> Curves:
     """Read the curves of the only run below ``folder``."""
     (run,) = [path for path in folder.iterdir() if path.is_dir()]
-    return {"csv": _csv, "tensorboard": _tensorboard, "wandb": _wandb, "mlflow": _mlflow}[tracker](run)
+    return {"csv": _csv, "tensorboard": tensorboard_curves, "wandb": _wandb, "mlflow": _mlflow}[tracker](run)
 
 
 def _csv(folder: Path) -> Curves:
@@ -59,7 +60,7 @@ def _csv(folder: Path) -> Curves:
     return [(int(row.pop("step")), {name: float(cell) for name, cell in row.items() if cell}) for row in rows]
 
 
-def _tensorboard(folder: Path) -> Curves:
+def tensorboard_curves(folder: Path) -> Curves:
     """With TensorBoard's EventAccumulator, in a process of its own: it logs and warns."""
     code = """
 import json, sys
@@ -72,15 +73,19 @@ print(json.dumps({tag: [[each.step, each.value] for each in found.Scalars(tag)] 
 
 
 def _mlflow(folder: Path) -> Curves:
+    return mlflow_curves(f"sqlite:///{folder / 'mlflow.db'}")
+
+
+def mlflow_curves(uri: str) -> Curves:
     code = """
 import json, sys
 from mlflow.tracking import MlflowClient
-client = MlflowClient(tracking_uri="sqlite:///" + sys.argv[1])
+client = MlflowClient(tracking_uri=sys.argv[1])
 (run,) = client.search_runs([client.get_experiment_by_name("lockstep").experiment_id])
 history = lambda name: [[each.step, each.value] for each in client.get_metric_history(run.info.run_id, name)]
 print(json.dumps({name: history(name) for name in run.data.metrics}))
 """
-    return _by_step(_output_of([sys.executable, "-c", code, str(folder / "mlflow.db")]))
+    return _by_step(_output_of([sys.executable, "-c", code, uri]))
 
 
 def _wandb(folder: Path) -> Curves:
@@ -111,7 +116,7 @@ def _output_of(command: list[str]) -> Any:
 
 
 def _run(command: list[str]) -> str:
-    env = {**os.environ, "PYTHONWARNINGS": "ignore"}
+    env = {**os.environ, "PYTHONWARNINGS": "ignore", **_PACKAGES}
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
     assert done.returncode == 0, f"{command[:3]}: {done.stderr[-2000:]}"
     return done.stdout

@@ -199,6 +199,18 @@ def no_nccl_watchdog() -> Iterator[None]:
                 os.environ[name] = before
 
 
+@contextmanager
+def default_variables(defaults: Mapping[str, str]) -> Iterator[None]:
+    """Give each variable that is not set a value, until the block ends: for a library that takes its limits from variables."""
+    added = {name: value for name, value in defaults.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
+
+
 def machine_name() -> str:
     """Returns a name that is equal for two processes exactly if they have the same kernel and the same pid namespace."""
     try:

@@ -18,7 +18,7 @@ import pytest
 
 from tests.fork_server import ROOT
 from tests.launch import LaunchedRun, is_running
-from tests.tracked import SCRIPT, Curves, environment, read, require_equal, undisturbed
+from tests.tracked import SCRIPT, Curves, environment, mlflow_curves, read, require_equal, undisturbed
 
 Start = Callable[..., LaunchedRun]
 PACKAGES = {"csv": (), "tensorboard": ("tensorboard",), "wandb": ("wandb",), "mlflow": ("mlflow", "sqlalchemy", "alembic")}
@@ -153,6 +153,17 @@ def test_after_20_deaths_of_rank_0_so_are_those_of_a_service(tracker: str, start
     require_curves(tracker, run.run_dir / "tracking", curves)
 
 
+@needs("mlflow")
+@pytest.mark.slow
+def test_mlflow_s_file_store_has_the_curves_of_an_undisturbed_run(expected: tuple[Curves, str], start: Start) -> None:
+    """Rank 0 is killed before and after it writes. A step is not one write there, so one that it has begun would be incomplete."""
+    run = start("mlflow-files")
+    for place in ("before", "after"):
+        kill_main(run, place, Random(place))
+    assert finish(run) == expected[1]
+    require_equal(mlflow_curves((run.folder / "mlruns").as_uri()), expected[0])
+
+
 def test_a_death_in_the_last_write_of_a_loop_loses_nothing(expected: tuple[Curves, str], start: Start) -> None:
     run = start("csv", stop_at=STEPS, verify_every=0)  # the last step is committed, not published, and nothing is compared later
     wait_for_step(run, STEPS)
@@ -265,6 +276,23 @@ def test_an_object_that_cannot_say_what_it_holds_gets_each_step_at_least_once(ex
     twice = [step for step in set(steps) if steps.count(step) > 1]
     assert 1 <= len(twice) <= 4, f"the steps of the last exchange, not {twice}"
     assert dict(lines) == {step: {name: value.hex() for name, value in values.items()} for step, values in expected[0]}
+
+
+def test_a_tracker_whose_server_is_gone_is_tried_by_the_first_rank_0_and_when_the_script_ends(
+    expected: tuple[Curves, str], start: Start
+) -> None:
+    run = start("csv,gone")
+    wait_for_step(run, 9)  # the first exchange after the failed try tells the others
+    first = (run.folder / "main").read_text().strip()
+    kill_main(run, "before", Random(0))
+    assert finish(run) == expected[1]
+    tries = (run.folder / "tries").read_text().split()
+    assert len(tries) == 2, "the pause of 60 s is not over"
+    assert tries[0] == first != tries[1]
+    lines = run.output().splitlines()
+    assert sum(line.startswith("lockstep: the tracker Gone has failed") for line in lines) == 1
+    assert "lockstep: the tracker Gone has not worked again. It lacks the steps after step 0." in lines
+    require_curves("csv", run.run_dir / "tracking", expected[0])
 
 
 # -- runs that end between two exchanges ---------------------------------------------------------------

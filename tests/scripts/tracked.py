@@ -1,7 +1,8 @@
 """Trains a small model with trackers. Its rank 0 can be killed at any place, also inside a tracker's write.
 
 TRACKED: the trackers, such as "csv,tensorboard"; "plain" is an object without last_step, which appends to plain.jsonl,
-and "late" writes late.jsonl at the end of the loop.
+"late" writes late.jsonl at the end of the loop, "gone" cannot be opened, and "mlflow-files" is MLflow with its file store in the
+folder mlruns.
 TRACKED_CHECKPOINT: where checkpoints are saved. TRACKED_RESUME: Run's ``resume``. TRACKED_STEPS: how many steps there are.
 TRACKED_STOP_AT: the step that waits for the file named hurry. TRACKED_VERIFY_EVERY: Run's ``verify_every``.
 
@@ -110,13 +111,31 @@ class Late:
         die_if_asked("after")
 
 
+class Gone:
+    """Its server does not answer. Each try is a line of tries."""
+
+    def open(self, run_id: str, folder: Path) -> None:
+        with Path("tries").open("a") as file:
+            file.write(f"{worker}\n")
+        time.sleep(3.0)
+        raise TimeoutError("the server does not answer")
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        raise AssertionError("it is not open")
+
+
 def note(name: str, text: str) -> None:
     temporary = Path(f".{name}.{os.getpid()}")
     temporary.write_text(f"{text}\n")
     temporary.rename(name)
 
 
-OWN = {"plain": Plain, "late": Late}
+OWN = {
+    "plain": Plain,
+    "late": Late,
+    "gone": Gone,
+    "mlflow-files": lambda: lockstep.track.Mlflow(uri=Path("mlruns").absolute().as_uri()),
+}
 note(f"pid-{worker}", str(os.getpid()))
 torch.manual_seed(11)
 model = torch.nn.Linear(16, 1)

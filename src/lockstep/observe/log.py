@@ -19,15 +19,15 @@ from torch import Tensor
 from lockstep.comm.base import Comm
 from lockstep.comm.exchange import gather_bytes
 from lockstep.errors import UsageError
-from lockstep.observe.tracker_backlog import TrackerBacklog
+from lockstep.observe.tracker_backlog import TrackerBacklog, TrackerReport
 
-_HELD = "held"  # beside the keys of entries, which have slashes
+_REPORT = "report"  # beside the keys of entries, which have slashes
 Sink = Callable[[int, dict[str, float]], None]
 """Receives (step, averages) on rank 0."""
 Averages = list[tuple[int, float, dict[str, float]]]
 """(step, the weight of all lanes of the step, averages), sorted by step."""
-Collected = tuple[Averages, int | None]
-"""The averages, and up to which step rank 0's trackers hold everything, as rank 0 has said (tracker_backlog.py)."""
+Collected = tuple[Averages, TrackerReport | None]
+"""The averages, and what rank 0 has said about its trackers."""
 
 
 class LaneLog:
@@ -123,31 +123,31 @@ class LaneLog:
 
     def share(self, comm: Comm) -> None:
         """Give this worker's new entries to all workers. All workers must call this. The host waits for values on a GPU."""
-        self.share_held(comm, None)
+        self.share_report(comm, None)
 
-    def share_held(self, comm: Comm, held: int | None) -> int | None:
-        """Do what ``share`` does, and return ``held`` of rank 0: up to which step its trackers hold everything."""
+    def share_report(self, comm: Comm, report: TrackerReport | None) -> TrackerReport | None:
+        """Do what ``share`` does, and return the ``report`` of rank 0."""
         mine: dict[str, Any] = self._to_share()
-        if held is not None:
-            mine[_HELD] = held
+        if report is not None:
+            mine[_REPORT] = report
         texts = [json.dumps(mine).encode() if mine else b""]
         if comm.size > 1:
             texts = gather_bytes(comm, texts[0], "what was logged")
         everyone = [json.loads(text) if text else {} for text in texts]
-        told: list[int | None] = [each.pop(_HELD, None) for each in everyone]
+        told = [each.pop(_REPORT, None) for each in everyone]
         self._merge(everyone)
-        return told[0]
+        return (told[0][0], told[0][1]) if told[0] is not None else None
 
     def _to_share(self) -> dict[str, Any]:
         return {entry.key: entry.packed() for entry in self._mine if entry.weight is not None}
 
-    def collect(self, comm: Comm, held: int | None = None) -> Collected:
-        """Return the averages of all entries that were not published yet, by step, and ``held`` of rank 0.
+    def collect(self, comm: Comm, report: TrackerReport | None = None) -> Collected:
+        """Return the averages of all entries that were not published yet, by step, and the ``report`` of rank 0.
 
         All workers must call this between steps.
         """
-        held = self.share_held(comm, held)
-        return self._averages_of(list(self._shared.values())), held
+        report = self.share_report(comm, report)
+        return self._averages_of(list(self._shared.values())), report
 
     def collect_alone(self, *, is_lone: bool) -> Collected:
         """Return what ``collect`` returns, as far as this worker knows it alone. ``is_lone``: there are no other workers.
@@ -170,8 +170,8 @@ class LaneLog:
 
         A sink gets each step at most once: not at all if rank 0 dies before it has called the sink.
         """
-        averages, held = collected
-        self._backlog.confirm(held)
+        averages, report = collected
+        self._backlog.confirm(report)
         for step, weight, values in averages:
             self.latest, self._published = values, step
             self._add_to_epoch(step, weight, values)
@@ -181,9 +181,9 @@ class LaneLog:
         self._step_weights = {}
         self._merge([])
 
-    def confirm(self, held: int | None) -> None:
-        """Rank 0 has said that its trackers hold everything up to this step."""
-        self._backlog.confirm(held)
+    def confirm(self, report: TrackerReport | None) -> None:
+        """Remember what rank 0 has said about its trackers."""
+        self._backlog.confirm(report)
 
     def realign(self, comm: Comm) -> None:
         """Give every worker what some worker has received. All workers must call this, after a worker was lost."""

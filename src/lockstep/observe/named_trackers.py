@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +15,27 @@ from lockstep.observe.tracker_tensorboard import TensorBoard
 from lockstep.observe.tracker_wandb import Wandb
 from lockstep.observe.trackers import Tracker
 
-_KNOWN: dict[str, Callable[[], Any]] = {"csv": Csv, "tensorboard": TensorBoard, "wandb": Wandb, "mlflow": Mlflow}
+_KNOWN: dict[str, type[Any]] = {"csv": Csv, "tensorboard": TensorBoard, "wandb": Wandb, "mlflow": Mlflow}
+_ELSEWHERE = {
+    "csv": 'another path: lockstep.track.Csv("other.csv")',
+    "tensorboard": 'another folder: lockstep.track.TensorBoard("other")',
+    "wandb": 'another id: lockstep.track.Wandb(id="other")',
+    "mlflow": 'another experiment: lockstep.track.Mlflow(experiment="other")',
+}
+"""What to type if two trackers write to the same place."""
 
 
 def make_trackers(given: Sequence[str | Tracker]) -> list[Any]:
     """Return a tracker for each name and object in ``given``.
 
     Raises:
-        UsageError: A name is unknown, an object has no ``log``, or a package is not installed.
+        UsageError: A name is unknown, an object has no ``log``, two trackers write to one place, or a package is not installed.
     """
     if isinstance(given, str) or not isinstance(given, Sequence):
         shown = f'["{given}"]' if isinstance(given, str) else '["csv"]'
         raise UsageError(f"track={given!r} is not a list. Pass a list of names or trackers: lockstep.Run(..., track={shown}).")
     trackers = [_make(each) for each in given]
+    _require_different_places(trackers)
     for tracker in trackers:
         _require_packages(tracker)
     return trackers
@@ -43,6 +51,21 @@ def _make(each: Any) -> Any:
         what = f"the class {each.__name__}: pass an object, {each.__name__}(...)" if isinstance(each, type) else f"{each!r:.80}"
         raise UsageError(f"track= has {what}. A tracker has a method log(step, values); a plain function is passed as on_log=.")
     return each
+
+
+def _require_different_places(trackers: list[Any]) -> None:
+    """Two trackers of one process cannot keep each other out by a lock: each step would be written twice."""
+    seen: dict[Any, int] = {}
+    for index, tracker in enumerate(trackers):
+        is_ours = isinstance(tracker, tuple(_KNOWN.values()))
+        place = (tracker.name, tracker.place) if is_ours else id(tracker)
+        if place in seen:
+            remedy = f"Give one of them {_ELSEWHERE[tracker.name]}." if is_ours else "Pass the object once."
+            raise UsageError(
+                f"track[{seen[place]}] and track[{index}], both {type(tracker).__name__}, write to the same place: each step would "
+                f"be there twice. {remedy}"
+            )
+        seen[place] = index
 
 
 def _require_packages(tracker: Any) -> None:

@@ -3,8 +3,8 @@
 Only rank 0 hands averages to trackers, and rank 0 can die at any moment. So every worker keeps what was published until rank 0 has
 said that its trackers hold it:
 
-    exchange k    rank 0 says up to which step each of its trackers holds everything; all workers drop these steps, and add those
-                  that exchange k publishes
+    exchange k    rank 0 says up to which step its trackers hold everything; all workers drop these steps, and add those that
+                  exchange k publishes
     then          rank 0 hands the steps of the backlog to its trackers, each tracker those after the last step that it holds
 
 Why each step arrives exactly once, in a tracker that can say which step it holds last:
@@ -17,16 +17,24 @@ Why each step arrives exactly once, in a tracker that can say which step it hold
 - *Never twice.* A tracker has one writer: rank 0. A generation begins when the rank 0 before it has ended (the agent has seen
   that), or has left, or is a member with another rank: then it is not inside a call of a tracker, and makes no more of them. The
   writer begins by asking the tracker for the last step that it holds, and hands over later steps only, in order.
+  One case is not covered: if the machine of rank 0 is cut off from the head, the next generation begins while the earlier rank 0
+  lives. It makes no step without the others, but a write that it has begun may arrive after the next rank 0 has asked. The lock
+  of a file keeps the next rank 0 out until then, and W&B drops steps that it has; MLflow may hold the steps of one exchange twice.
 """
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
 from typing import Any
 
 _MAX_VALUES = 50_000
 """How many numbers are kept for a tracker that fails: some megabytes in each state that is sent or saved."""
+
+
+TrackerReport = tuple[int, list[float]]
+"""What rank 0 says in an exchange: the step up to which its trackers hold everything, and how many seconds each is not tried."""
 
 
 class TrackerBacklog:
@@ -39,6 +47,8 @@ class TrackerBacklog:
         self.held = 0
         """Rank 0 has said that its trackers hold everything up to this step."""
         self.steps: list[tuple[int, dict[str, float]]] = []
+        self._next_tries: list[float] = []
+        """When each tracker is tried again (time.monotonic). Not a part of the state."""
 
     @property
     def last_step(self) -> int:
@@ -63,11 +73,18 @@ class TrackerBacklog:
         if self.is_kept:
             self.steps.append((step, dict(values)))
 
-    def confirm(self, held: int | None) -> None:
+    def confirm(self, report: TrackerReport | None) -> None:
         """Drop the steps that rank 0's trackers hold. All workers call it with what rank 0 has said; None: rank 0 does not know."""
-        if held is not None:
+        if report is not None:
+            held, pauses_s = report
             self.held = max(self.held, held)
             self.steps = [entry for entry in self.steps if entry[0] > self.held]
+            now = time.monotonic()
+            self._next_tries = [now + pause_s for pause_s in pauses_s]
+
+    def next_try(self, tracker: int) -> float:
+        """Return when a worker that becomes rank 0 opens the tracker with this number first (time.monotonic)."""
+        return self._next_tries[tracker] if tracker < len(self._next_tries) else 0.0
 
     def capture(self) -> dict[str, Any]:
         hexes = [[step, {name: float(value).hex() for name, value in values.items()}] for step, values in self.steps]

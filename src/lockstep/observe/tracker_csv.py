@@ -34,6 +34,11 @@ class Csv:
         self._last = 0
         self._pending: list[str] = []
 
+    @property
+    def place(self) -> str | None:
+        """Where it writes, to compare trackers. None: the default."""
+        return None if self._given is None else os.path.realpath(self._given)
+
     def open(self, run_id: str, folder: Path) -> None:
         self.close()
         self._path = self._given or folder / "metrics.csv"
@@ -41,9 +46,8 @@ class Csv:
             raise IsADirectoryError(f"{self._path} is a folder; pass the path of a file")
         self._claim = claim(self._path.with_name(f".{self._path.name}.run"), run_id, self._put_aside, self._path.name)
         self._pending = []
-        if not self._path.exists():
+        if not self._path.exists() or not self._repair():
             self._replace([[_STEP]])
-        self._repair()
         self._columns, *rows = self._rows()
         self._last = int(rows[-1][0]) if rows else 0
         self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
@@ -75,11 +79,18 @@ class Csv:
         if self._path.exists():
             self._path.rename(free_name(self._path))
 
-    def _repair(self) -> None:
-        """Cut off a last line that was written in part. Only the header, which is always whole, can contain a quoted line end."""
+    def _repair(self) -> bool:
+        """Cut off all from the first line on that is damaged. Returns whether a line is left.
+
+        The last line was written in part if a worker was killed. If a machine has lost power, the end may be filled with zeros.
+        Only the header can contain a quoted line end.
+        """
         content = self._path.read_bytes()
-        if not content.endswith(b"\n"):
-            os.truncate(self._path, content.rfind(b"\n") + 1)
+        whole = content.partition(b"\0")[0]
+        end = whole.rfind(b"\n") + 1
+        if end < len(content):
+            os.truncate(self._path, end)
+        return end > 0
 
     def _rows(self) -> list[list[str]]:
         with self._path.open(newline="", encoding="utf-8") as file:
@@ -102,8 +113,8 @@ class Csv:
 
 
 def _column(name: str) -> str:
-    """Return the column of a logged name. A surrogate has no place in UTF-8."""
-    return f"logged {name}" if name == _STEP else name.encode(errors="backslashreplace").decode()
+    """Return the column of a logged name. A surrogate has no place in UTF-8, and a zero byte is damage."""
+    return f"logged {name}" if name == _STEP else name.encode(errors="backslashreplace").decode().replace("\0", "\\0")
 
 
 def _quoted(cell: str) -> str:

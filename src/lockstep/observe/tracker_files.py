@@ -24,7 +24,7 @@ def claim(owner: Path, run_id: str, put_aside: Callable[[], None], what: str) ->
         The file, whose lock ends when it is closed, or when this process ends. Processes that were forked from it do not have it.
 
     Raises:
-        OSError: Another run has the lock. A worker of the same run that leaves is waited for. ``what`` is named in the message.
+        OSError: Another run has the lock, or an earlier worker of this run, which is waited for. ``what`` is named in the message.
     """
     owner.parent.mkdir(parents=True, exist_ok=True)
     file = os.open(owner, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -55,6 +55,11 @@ def _lock(file: int, run_id: str, what: str) -> None:
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EAGAIN):
                 return  # this file system has no locks
-            if os.pread(file, 1000, 0).decode() != run_id or time.monotonic() > until:
+            if os.pread(file, 1000, 0).decode() != run_id:
                 raise OSError(f"another run writes {what}; give each run a path of its own") from None
+            if time.monotonic() > until:
+                raise OSError(
+                    f"an earlier worker of this run still has {what} open, perhaps on a machine that is cut off; "
+                    "it can be written when that process has ended"
+                ) from None
         time.sleep(_POLL_S)

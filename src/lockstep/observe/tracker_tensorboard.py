@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import itertools
 import os
@@ -14,6 +15,8 @@ from lockstep.observe.tracker_files import claim
 
 _HEADER_BYTES = 12  # the length of the record (8 bytes) and its checksum
 _FOOTER_BYTES = 4  # the checksum of the record
+_CHECKED_BYTES = 1 << 21
+"""Of the end of a file: there all checksums are computed, by the package tensorboard, in Python."""
 
 
 class TensorBoard:
@@ -38,6 +41,11 @@ class TensorBoard:
         self._file = self._claim = -1
         self._last = 0
         self._pending = io.BytesIO()
+
+    @property
+    def place(self) -> str | None:
+        """Where it writes, to compare trackers. None: the default."""
+        return None if self._given is None else os.path.realpath(self._given)
 
     def open(self, run_id: str, folder: Path) -> None:
         self.close()
@@ -77,7 +85,11 @@ class TensorBoard:
         RecordWriter(self._pending).write(event.SerializeToString())
 
     def _repair(self, content: bytes) -> None:
-        """Find the last step, and cut off a last record that was written in part. An empty file gets the version of the format."""
+        """Find the last step, and cut off all from the first damaged record on. An empty file gets the version of the format.
+
+        The last record was written in part if a worker was killed. If a machine has lost power, the end may be filled with zeros.
+        TensorBoard reads up to the first damaged record.
+        """
         from tensorboard.compat.proto.event_pb2 import Event
 
         records = _whole_records(content)
@@ -107,14 +119,25 @@ def _put_aside(folder: Path, run_id: str) -> None:
 
 
 def _whole_records(content: bytes) -> list[tuple[int, bytes]]:
-    """Return each whole record, and where it ends. Pure. The file grows at its end alone, so all before a torn record is whole."""
+    """Return the records before the first damaged one, and where each ends. Pure.
+
+    A header with a wrong length is found anywhere. The checksum of a record takes long, so it is computed near the end alone: the
+    file grows there.
+    """
+    from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
+
+    checksum_of_length = functools.lru_cache(masked_crc32c)  # most records have the length of others
     found, begin = [], 0
     while begin + _HEADER_BYTES <= len(content):
-        (length,) = struct.unpack_from("<Q", content, begin)
+        length, length_checksum = struct.unpack_from("<QI", content, begin)
         end = begin + _HEADER_BYTES + length + _FOOTER_BYTES
-        if end > len(content):
+        if end > len(content) or checksum_of_length(content[begin : begin + 8]) != length_checksum:
             break
-        found.append((end, content[begin + _HEADER_BYTES : end - _FOOTER_BYTES]))
+        record = content[begin + _HEADER_BYTES : end - _FOOTER_BYTES]
+        (checksum,) = struct.unpack_from("<I", content, end - _FOOTER_BYTES)
+        if end > len(content) - _CHECKED_BYTES and masked_crc32c(record) != checksum:
+            break
+        found.append((end, record))
         begin = end
     return found
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from lockstep.observe.wandb_file import WandbFile
 
 _FLUSH_S = 0.05
+_LIMITS_S = {"init_timeout": 30.0, "finish_timeout": 60.0}
+"""By default wandb waits 90 s for a server that does not answer, and without a limit for an upload."""
 _UPLOAD_S = 60.0
 _WRITER_LIMIT_S = 20.0
 _SETTLE_S = 20.0
@@ -22,9 +25,14 @@ class Wandb:
     In wandb's offline mode (``WANDB_MODE=offline`` or ``mode="offline"``) each worker that becomes rank 0 writes into a folder of
     its own, with the same run id, and together they hold each step once. ``wandb sync`` uploads them.
 
+    ``wandb.run`` is not set: it stays free for a run of your script's own.
+
+    wandb waits 30 s at most for the server (``init_timeout``), and 60 s at most for the upload at the end (``finish_timeout``),
+    unless you give these settings: by ``settings=wandb.Settings(...)`` or by ``WANDB_INIT_TIMEOUT`` and ``WANDB_FINISH_TIMEOUT``.
+
     Args:
-        **options: Arguments of ``wandb.init``, such as ``project``, ``entity``, ``name``, ``config`` and ``mode``. Lockstep gives
-            the run id: it stays the same after a resume.
+        **options: Arguments of ``wandb.init``, such as ``project``, ``entity``, ``name``, ``config`` and ``mode``. Without ``id``,
+            Lockstep gives the run id: it stays the same after a resume.
 
     Example:
         >>> run = lockstep.Run(model, opt, track=[lockstep.track.Wandb(project="small", config={"lr": 0.1})])
@@ -36,23 +44,37 @@ class Wandb:
     def __init__(self, **options: Any) -> None:
         self._options = options
         self._run: Any = None
+        self._is_broken = False
+        """Whether wandb has failed to begin or to end a run: then its process holds the run id until it ends."""
         self._file: WandbFile | None = None
         self._last = 0
         self._unsure: list[tuple[float, int]] = []  # when a step was logged online, until it was uploaded, as far as can be known
 
+    @property
+    def place(self) -> str | None:
+        """The id of its run, to compare trackers: wandb's process takes an id once. None: that of Lockstep."""
+        return self._options.get("id")
+
     def open(self, run_id: str, folder: Path) -> None:
         import wandb
 
+        self._end_earlier()
         given = dict(self._options)
+        run_id = given.pop("id", run_id)
         place = Path(given.pop("dir", folder))
         place.mkdir(parents=True, exist_ok=True)
-        settings = wandb.Settings(x_transaction_log_flush_interval=_FLUSH_S)
-        if "settings" in given:
-            settings.update_from_settings(given.pop("settings"))
+        known = wandb.setup().settings.model_fields_set  # by variables and files of the user
+        limits = {name: limit_s for name, limit_s in _LIMITS_S.items() if name not in known}
+        settings = wandb.Settings(x_transaction_log_flush_interval=_FLUSH_S, **limits)
+        mine = given.pop("settings", None) or {}
+        settings.update_from_settings(wandb.Settings(**mine) if isinstance(mine, dict) else mine)
         earlier = _files_of(place, run_id)
         for path in earlier:
             _wait_for_writer(path)
-        self._run = wandb.init(**{"id": run_id, "resume": "allow", "dir": str(place), "settings": settings, **given})
+        arguments = {"id": run_id, "resume": "allow", "reinit": "create_new", "dir": str(place), "settings": settings, **given}
+        self._is_broken = True
+        self._run = wandb.init(**arguments)
+        self._is_broken = False
         self._unsure = []
         if self._is_offline:
             self._last = max((WandbFile(path).read_on() for path in earlier), default=0)
@@ -92,7 +114,25 @@ class Wandb:
     def close(self) -> None:
         run, self._run = self._run, None
         if run is not None:
+            self._is_broken = True
             run.finish()
+            self._is_broken = False
+
+    def _end_earlier(self) -> None:
+        """End the run that was opened before. If wandb cannot end it, end wandb's process: the next run starts another."""
+        import wandb
+
+        with suppress(Exception):  # wandb-core has died
+            self.close()
+        if not self._is_broken:
+            return
+        if wandb.run is not None:
+            raise RuntimeError(
+                "the script has a W&B run of its own, which another try would end. The tracker works again after wandb.finish()"
+            )
+        with suppress(Exception, SystemExit):  # wandb-core has died, perhaps with an exit code
+            wandb.teardown()
+        self._is_broken = False
 
 
 def _files_of(folder: Path, run_id: str) -> list[Path]:

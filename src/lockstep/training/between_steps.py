@@ -11,6 +11,7 @@ from lockstep.errors import PeerError
 from lockstep.gradients.control_word import CHANGE, STOP
 from lockstep.gradients.lane_engine import LaneEngine
 from lockstep.observe.log import Collected, LaneLog
+from lockstep.observe.tracker_backlog import TrackerReport
 from lockstep.observe.trackers import Trackers
 from lockstep.plan.step_end import StepEnd
 from lockstep.recording.recorder import Recorder
@@ -122,16 +123,16 @@ class BetweenSteps:
     def script_ended(self) -> None:
         """Publish what a loop that was left by ``break`` has left over. All workers call it."""
         if not self._exchange.is_settled:
-            self._publish(self._exchange.collect)
+            self._publish(self._exchange.collect, is_last=True)
 
-    def _publish(self, collect: Callable[[], Collected], *, is_saved: bool = False) -> None:
-        """Exchange what was logged, and wait until the trackers hold it.
+    def _publish(self, collect: Callable[[], Collected], *, is_saved: bool = False, is_last: bool = False) -> None:
+        """Exchange what was logged, and wait until the trackers hold it. ``is_last``: the script ends.
 
         ``is_saved``: the state was saved before, and this worker ends. A run that resumes exchanges the same values again, at the
         same step as a run that was not stopped: ``run.logged`` must not depend on when a run is stopped.
         """
         self._exchange.done(self._recovery.together(collect), calls_sinks=not is_saved)
-        self._exchange.settled(self._recovery.together(self._exchange.settle))
+        self._exchange.settled(self._recovery.together(lambda: self._exchange.settle(is_last=is_last)))
 
 
 class LogExchange:
@@ -173,7 +174,7 @@ class LogExchange:
 
     def collect(self) -> Collected:
         """Do what ``perform`` does, but do not compare buffers: outside the loop the script may have changed them."""
-        return self._log.collect(self._workers.comm, self._trackers.held())
+        return self._log.collect(self._workers.comm, self._trackers.report())
 
     def share(self) -> None:
         """Give all workers what each has logged. All workers call it."""
@@ -190,15 +191,15 @@ class LogExchange:
                 self._recorder.note_metrics(step, values)
         self._reports.send()
 
-    def settle(self) -> int | None:
+    def settle(self, *, is_last: bool) -> TrackerReport | None:
         """Wait for rank 0, which lets its trackers write everything: no worker leaves the loop before. All workers call it.
 
         If rank 0 dies meanwhile, another worker hands over what is missing (``Trackers.enter_generation``) before this is repeated.
         """
         if not self._trackers.are_configured:
             return None
-        return self._log.share_held(self._workers.comm, self._trackers.settle())
+        return self._log.share_report(self._workers.comm, self._trackers.settle(is_last=is_last))
 
-    def settled(self, held: int | None) -> None:
+    def settled(self, report: TrackerReport | None) -> None:
         """Remember what rank 0's trackers hold."""
-        self._log.confirm(held)
+        self._log.confirm(report)

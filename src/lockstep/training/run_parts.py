@@ -412,7 +412,7 @@ def _publish_alone(log: LaneLog, trackers: Trackers, *, is_lone: bool, is_failed
     """Publish what this worker, rank 0, knows alone. If the script has failed, ``on_log`` is not called: it gets each step once."""
     log.publish(log.collect_alone(is_lone=is_lone), is_main=not is_failed)
     trackers.hand_over()
-    trackers.settle()
+    trackers.settle(is_last=True)
 
 
 def _publish_at_exit(log: LaneLog, trackers: Trackers) -> None:
