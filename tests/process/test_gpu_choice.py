@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+import warnings
 from unittest import mock
 
 import pytest
@@ -26,6 +27,14 @@ def carrier(rank: int, size: int, gpus: list[tuple[int, str]]) -> str:
     return str(group.call_args.kwargs["cuda"])
 
 
+def warning(rank: int, size: int) -> str:
+    """All workers put their model on the first of two GPUs. Returns the warning, or an empty text."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        carrier(rank, size, [(0, "GPU-a")] * size)
+    return "".join(str(each.message) for each in found)
+
+
 @pytest.mark.parametrize(
     ("gpus", "want"),
     [
@@ -39,3 +48,10 @@ def carrier(rank: int, size: int, gpus: list[tuple[int, str]]) -> str:
 )
 def test_nccl_is_chosen_only_if_no_two_workers_use_one_gpu(gpus: list[tuple[int, str]], want: str) -> None:
     assert run_workers(carrier, len(gpus), gpus) == [want] * len(gpus)
+
+
+def test_a_worker_that_uses_the_gpu_of_another_one_is_told_which_is_its_own() -> None:
+    first, second = run_workers(warning, 2)
+    assert first == ""
+    assert second.startswith("rank 1 shares the GPU cuda:0 with another worker")
+    assert "cuda:1 is meant for this worker" in second

@@ -136,7 +136,16 @@ def _have_a_gpu_each(rendezvous: Rendezvous, device: torch.device) -> bool:
     The number of workers does not say it: if three workers had two GPUs and one worker is lost, the other two may share one.
     """
     gpus = _tell_all(rendezvous, "gpu", _gpu_name(device) or f"{machine_name()}/{device}")
-    return len(set(gpus)) == rendezvous.size
+    if len(set(gpus)) == rendezvous.size:
+        return True
+    meant = World.detect().device()
+    if meant != device and gpus.count(gpus[rendezvous.rank]) > 1:
+        warnings.warn(
+            f"rank {rendezvous.rank} shares the GPU {device} with another worker, so gradients travel through the memory of the "
+            f"host. {meant} is meant for this worker: put its model and data on lockstep.World.detect().device().",
+            stacklevel=2,
+        )
+    return False
 
 
 def _gpu_name(device: torch.device) -> str:
@@ -144,15 +153,16 @@ def _gpu_name(device: torch.device) -> str:
     return str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
 
 
-def own_gpu(device: torch.device, kind: str | None, local_size: int) -> str:
+def own_gpu(device: torch.device, kind: str | None, world: World) -> str:
     """Returns the name of the GPU ``device`` if no other worker may use it, because NCCL carries its tensors; else "".
 
-    ``local_size``: how many workers the machine starts.
+    A worker that uses another GPU than ``world.device()`` may share it: then gloo carries the tensors, unless ``kind`` is "nccl".
     """
     kind = require_comm(kind, "comm") if kind is not None else requested_comm()
     if device.type != "cuda" or kind == "gloo" or nccl_may_share_gpus():
         return ""
-    return _gpu_name(device) if kind == "nccl" or local_size <= torch.cuda.device_count() else ""
+    has_its_own = world.local_size <= torch.cuda.device_count() and device == world.device()
+    return _gpu_name(device) if kind == "nccl" or has_its_own else ""
 
 
 def _open_host(rendezvous: Rendezvous, kind: str, need_bytes: int) -> Comm:

@@ -68,7 +68,7 @@ def join_workers(endpoint: AgentEndpoint | None, options: CommOptions, max_worke
     limit_s = endpoint.hang_timeout_s  # very long, if the others must wait for a person
     options = replace(options, timeout_s=limit_s if endpoint.is_debugged else min(options.timeout_s, limit_s))
     link = AgentLink(endpoint, options)
-    joined = link.join(max_workers or endpoint.start_size, own_gpu(options.device, options.kind, World.detect().local_size))
+    joined = link.join(max_workers or endpoint.start_size, own_gpu(options.device, options.kind, World.detect()))
     if joined is None:  # the run is under way: this worker joins at the loop that the others are in
         return WorkerGroup(loopback(1, options.timeout_s)[0], endpoint.start_size, link, is_newcomer=True)
     return WorkerGroup(joined, endpoint.start_size or joined.size, link)

@@ -22,7 +22,10 @@ class GpuUse:
         return torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0
 
     def percent(self) -> int:
-        """Return the utilisation, or -1 if the driver does not tell it. It may hang in the driver."""
+        """Return the utilisation, or -1 if it is not known. It may hang in the driver.
+
+        torch reads it with NVIDIA's library for Python, which ``pip install 'lockstep-ddp[gpu]'`` installs.
+        """
         if self._knows_percent:
             try:
                 return int(torch.cuda.utilization(self._device))
