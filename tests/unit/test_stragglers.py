@@ -236,7 +236,7 @@ def late_records(count: int = 40, **fields: Any) -> Iterator[list[StepRecord]]:
 
 
 def _without_cpu(span: Span, us: int, queue_us: int = 0) -> Span:
-    return replace(span, cpu_us=span.cpu_us - us, queue_us=queue_us)
+    return span._replace(cpu_us=span.cpu_us - us, queue_us=queue_us)
 
 
 def test_a_worker_that_waits_in_its_forward_computes_too_long_and_the_detail_says_that_it_waits() -> None:
@@ -282,7 +282,7 @@ def test_a_worker_that_gets_no_core_is_not_blamed_for_what_others_do() -> None:
 
 
 def _queued(record: StepRecord) -> StepRecord:
-    spans = tuple(replace(span, queue_us=8500) if span.phase == FORWARD else span for span in record.spans)
+    spans = tuple(span._replace(queue_us=8500) if span.phase == FORWARD else span for span in record.spans)
     return replace(record, spans=spans)
 
 

@@ -99,7 +99,7 @@ def test_repeated_steps_and_overlapping_clocks_are_shown() -> None:
 def test_each_phase_of_a_step_has_its_own_flows() -> None:
     """A loop over run.steps with two calls of backward deposits each bucket twice in a step."""
     once = [step_of(1, rank, 2, at=1000.0 + 0.001 * rank, slowest_us=90_000) for rank in range(2)]
-    earlier = [replace(each.buckets[0], sent_us=each.buckets[0].sent_us - 30_000, done_us=each.buckets[0].sent_us) for each in once]
+    earlier = [each.buckets[0]._replace(sent_us=each.buckets[0].sent_us - 30_000, done_us=each.buckets[0].sent_us) for each in once]
     twice = [replace(each, buckets=(first, each.buckets[0])) for each, first in zip(once, earlier)]
     events = make_trace(twice, [], 1, 1)["traceEvents"]
     require_valid(events)

@@ -22,7 +22,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from lockstep.recording.records import BETWEEN, DATA, OUTSIDE, OWN_WORK, UNKNOWN, BucketTimes, Metrics, Span, StepRecord
@@ -96,6 +96,14 @@ class _Noted(NamedTuple):
     link_us: int
 
 
+class Usage(NamedTuple):
+    """What this worker uses. ``gpu_percent`` is -1 if it is not known."""
+
+    memory_bytes: int
+    gpu_memory_bytes: int = 0
+    gpu_percent: int = -1
+
+
 class Recorder:
     """Records the steps of one worker. ``callbacks`` is None if there is no agent: then nothing is recorded.
 
@@ -119,11 +127,12 @@ class Recorder:
         self._gpu_memory, self._gpu_percent, self._memory_is_due = 0, -1, True
         self._room = _PACKET_ITEMS
         """Of the next packet. It halves while packets are not taken: a packet may be too long for the socket."""
-        self._schedstat = -1
+        self._schedstat = self._statm = -1
         self._last_faults = self._last_link_us = self._last_step = 0
         self._state = WorkerState(0, 1, 0, (0, 0))
         if callbacks is not None:
             self._schedstat = _open(f"/proc/self/task/{threading.get_native_id()}/schedstat")
+            self._statm = _open("/proc/self/statm")
             self._thread = threading.Thread(target=self._run, name="lockstep-recorder", daemon=True)
         self._begin(self._mark(OUTSIDE, None))
         if callbacks is not None:
@@ -242,8 +251,10 @@ class Recorder:
         self._thread.join(timeout=5.0)
         if self.enabled:
             self.flush()
-        if self._schedstat >= 0:
-            os.close(self._schedstat)
+        for descriptor in (self._schedstat, self._statm):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._schedstat = self._statm = -1
 
     def _mark(self, phase: str, last: _Mark | None) -> _Mark:
         now = time.monotonic_ns()
@@ -256,12 +267,10 @@ class Recorder:
 
     def _queue_ns(self) -> int:
         """How long the main thread has been ready to run without a core, since it began."""
-        if self._schedstat < 0:
-            return 0
-        try:
-            return int(os.pread(self._schedstat, 100, 0).split()[1])
-        except (OSError, ValueError, IndexError):
-            return 0
+        return _number_in(self._schedstat)
+
+    def _resident_bytes(self) -> int:
+        return _number_in(self._statm) * resource.getpagesize()
 
     def _begin(self, mark: _Mark) -> None:
         self._marks, self._since_ns = [mark], mark.at_ns
@@ -358,19 +367,15 @@ class Recorder:
     def _send_packet(self) -> bool:
         """Send one packet, also if there is nothing new but what this worker does now. Returns whether the agent took it."""
         assert self._callbacks is not None
-        state, memory_bytes = self._callbacks.state(), _resident_bytes()
-        usage = {"memory_bytes": memory_bytes, "gpu_memory_bytes": self._gpu_memory, "gpu_percent": self._gpu_percent}
+        lanes, usage = self._callbacks.state().lanes, Usage(self._resident_bytes(), self._gpu_memory, self._gpu_percent)
         taken: list[_Noted | Metrics] = []
         items = 0
         while self._ring and items < self._room:
             noted = self._ring.popleft()
             items += 1 + (len(noted.values) if isinstance(noted, Metrics) else len(noted.marks) + len(noted.sent))
             taken.append(noted)
-        records = [
-            each.to_json() if isinstance(each, Metrics) else replace(record_of(each, self._worker), **usage).to_json()  # type: ignore[arg-type]
-            for each in taken
-        ]
-        now = {"phase": self.phase, "since": self._since_ns / 1e9, "step": self._step, "lanes": state.lanes, **usage}
+        records = [(each if isinstance(each, Metrics) else record_of(each, self._worker, usage)).to_json() for each in taken]
+        now = {"phase": self.phase, "since": self._since_ns / 1e9, "step": self._step, "lanes": lanes, **usage._asdict()}
         if self._callbacks.send(type="steps", records=records, now=now, sent=time.monotonic()):
             self._room = min(_PACKET_ITEMS, 2 * self._room)
             return True
@@ -382,7 +387,7 @@ class Recorder:
         return False
 
 
-def record_of(noted: _Noted, worker: int) -> StepRecord:
+def record_of(noted: _Noted, worker: int, usage: Usage) -> StepRecord:
     """The record of what was noted of one step. Its ``at`` is by time.monotonic."""
     begin_ns, state = noted.marks[0].at_ns, noted.state
     spans = tuple(
@@ -412,6 +417,9 @@ def record_of(noted: _Noted, worker: int) -> StepRecord:
         stride=noted.stride,
         page_faults=noted.page_faults,
         link_us=noted.link_us,
+        memory_bytes=usage.memory_bytes,
+        gpu_memory_bytes=usage.gpu_memory_bytes,
+        gpu_percent=usage.gpu_percent,
         kind=noted.kind,
     )
 
@@ -425,10 +433,12 @@ def _bucket_times(noted: _Noted, begin_ns: int) -> Iterator[BucketTimes]:
             yield BucketTimes(bucket, (sent_ns - begin_ns) // 1000, done_us, nbytes)
 
 
-def _resident_bytes() -> int:
+def _number_in(descriptor: int) -> int:
+    """The second number in a file of the kernel that is read anew; 0 if there is none."""
+    if descriptor < 0:
+        return 0
     try:
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * resource.getpagesize()
+        return int(os.pread(descriptor, 100, 0).split()[1])
     except (OSError, ValueError, IndexError):
         return 0
 

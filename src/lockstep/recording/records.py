@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from lockstep.recording.json_lines import number
 
@@ -77,8 +77,7 @@ UNKNOWN = -1
 """As ``BucketTimes.done_us``."""
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """One phase: from ``begin_us`` to ``end_us``, in microseconds after the record's ``at``.
 
     ``cpu_us``: CPU time of the main thread; ``queue_us``: how long the main thread was ready to run and got no core.
@@ -95,8 +94,7 @@ class Span:
         return self.end_us - self.begin_us
 
 
-@dataclass(frozen=True)
-class BucketTimes:
+class BucketTimes(NamedTuple):
     """One bucket of gradients: when the worker had deposited its part, and when the average was complete on this worker.
 
     ``done_us`` is UNKNOWN if only the transport knows it: NCCL, and gloo with ``exact=False``.
@@ -162,9 +160,9 @@ class StepRecord:
         """As plain data: spans and buckets as short lists, and no field that has its default value."""
         found = {name: value for name in _PLAIN if (value := getattr(self, name)) != _DEFAULTS.get(name)}
         found |= {"kind": self.kind, "at": round(self.at, 6), "lanes": list(self.lanes)}
-        found["spans"] = [[s.phase, s.begin_us, s.end_us, s.cpu_us, s.queue_us] for s in self.spans]
+        found["spans"] = [list(span) for span in self.spans]
         if self.buckets:
-            found["buckets"] = [[b.bucket, b.sent_us, b.done_us, b.nbytes] for b in self.buckets]
+            found["buckets"] = [list(bucket) for bucket in self.buckets]
         return found
 
     @staticmethod

@@ -220,6 +220,8 @@ def _judge(
     found = None if cause == LINK else _own_work(rows, needed, stops, slowest_rank(rows) if rank is None else rank, before)
     if found is not None or (cause is not None and cause != LINK) or needed.block > 1:
         return found  # a link is not slow in every tenth step alone
+    if not any(each.link for row in rows for each in row.ranks):
+        return None  # one machine
     slow = slowest_link(rows) if rank is None else rank
     link = link_excess(rows, slow, usual_transport(before) if usual_s is None else usual_s)
     if link is None or link.z < needed.z or link.speedup < needed.speedup:
