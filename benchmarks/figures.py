@@ -282,9 +282,9 @@ def recording() -> Section:
     ratio = "with / without, median (quartiles)"
     text = f"""
 Every worker switches its recorder on and off every few steps, in one run. With 2 workers a step with recording takes
-{OBSERVE.cell(ratio, "2")} times as long as one without, with 4 workers {OBSERVE.cell(ratio, "4")} (goal 1.005: missed with 4 workers on 2 cores).
-The noise of this machine is about as large, so the CPU time of the recorder itself is measured too. "Main thread" is what training
-waits for. Besides, the agent uses up to 0.3% of a core to look for stragglers.
+{OBSERVE.cell(ratio, "2")} times as long as one without, with 4 workers {OBSERVE.cell(ratio, "4")}
+(goal 1.005: missed with 4 workers on 2 cores). The noise of this machine is about as large, so the CPU time of the recorder
+itself is measured too. "Main thread" is what training waits for. Besides, the agent uses up to 0.3% of a core for stragglers.
 """
     return Section("What recording costs", text, (OBSERVE,))
 
@@ -294,10 +294,10 @@ def stragglers() -> Section:
     text = f"""
 Real runs in which one worker is slow for 30 steps, by 5% or 20% of a step, in its loader or its computation, or because it is
 stopped (SIGSTOP) or its link is slow (`tc`). A step takes 90 ms, and its work is mostly a wait, so that the workers do not compete
-for the cores. In {STRAGGLERS.cell("right within 20 steps", every)} of {STRAGGLERS.cell("cases", every)} cases the run itself, while it
-went on, named the right worker and cause before the 21st slow step began (goal 95%). "Price" is how much faster the run would be
-without the delay, as the run says, compared with a second run without it (goal: within 3 percentage points). No false alarm in 224
-windows is less than 1.4% with a certainty of 95%; the goal is 1%.
+for the cores. In {STRAGGLERS.cell("right within 20 steps", every)} of {STRAGGLERS.cell("cases", every)}
+cases the run itself, while it went on, named the right worker and cause before the 21st slow step began (goal 95%). "Price" is
+how much faster the run would be without the delay, as the run says, compared with a second run without it (goal: within 3
+percentage points). No false alarm in 224 windows is less than 1.4% with a certainty of 95%; the goal is 1%.
 """
     return Section("Naming the straggler", text, (STRAGGLERS,))
 
