@@ -16,6 +16,7 @@ from torch.utils.data import TensorDataset
 import lockstep
 from lockstep.errors import UsageError
 from lockstep.gradients.cuda_graph import CannotRecord
+from lockstep.training.captured_update import describe_host_work, describe_replaced, host_state, state_tensors
 from tests.capture_jobs import JOBS, job
 from tests.fake_graphs import FakeGraphs, capture_on_host
 from tests.models import CNN, UnusedBranch, build, data, digest
@@ -622,6 +623,23 @@ def test_an_optimizer_that_replaces_its_state_in_each_step_is_not_recorded(capfd
     assert (loop.update.replays, loop.forward_backward.replays) == (0, 7)
     (line,) = quiet(capfd).splitlines()
     assert "_update is not captured: Replacing puts another tensor into its state for `momentum_buffer` in a step" in line
+
+
+def test_of_two_optimizers_of_one_class_neither_hides_what_the_other_does() -> None:
+    first, second = (Replacing([nn.Parameter(torch.ones(2))], lr=0.1, momentum=0.9) for _ in range(2))
+    for optimizer in (first, second):
+        for param in optimizer.param_groups[0]["params"]:
+            param.grad = torch.ones(2)
+        optimizer.step()
+    optimizers: list[torch.optim.Optimizer] = [first, second]
+    tensors, numbers = state_tensors(optimizers), host_state(optimizers)
+    first.step()
+    assert describe_replaced(tensors, state_tensors(optimizers)) is not None
+    assert describe_host_work(numbers, host_state(optimizers)) is None
+    first.steps = 1
+    before = host_state(optimizers)
+    first.steps = 2
+    assert describe_host_work(before, host_state(optimizers)) is not None
 
 
 def test_a_state_that_is_replaced_only_in_the_recorded_step_is_put_back(capfd: pytest.CaptureFixture[str]) -> None:

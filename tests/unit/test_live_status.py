@@ -81,6 +81,13 @@ def test_all_workers_are_in_the_status_also_if_they_do_not_fit_into_one_answer(t
     assert live["workers"][-1]["host"] == ""
 
 
+def test_the_newest_checkpoint_is_in_the_status(tmp_path: Path) -> None:
+    status = live_status(2)
+    status._summary.add_event({"time": 1.0, "kind": "saved", "step": 7, "where": "there"})
+    with agent(tmp_path, status, state_of(2)), ControlClient(tmp_path, 10.0) as client:
+        assert client.status()["checkpoint"] == [7, "there"]
+
+
 def test_no_agent_is_no_answer(tmp_path: Path) -> None:
     with pytest.raises(NoAnswerError, match=r"agent\.sock"):
         ControlClient(tmp_path)

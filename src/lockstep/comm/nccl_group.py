@@ -265,7 +265,7 @@ class NcclGroup:
 
         If the comm works, this waits until the device has ended all operations, and then shuts the communicator down.
         """
-        if self._is_drained():
+        if self.is_ready and self._is_drained():  # else operations of its warm-up may be under way
             self._begin_end(gracefully=True)
             self._ending.wait(lambda: self._health.error is not None)
         self.abort()  # does nothing if it has ended
@@ -342,6 +342,8 @@ class _Calls:
         group = self._group
         with group._explaining(self._number, self._what), group._calls:
             group._health.raise_if_failed()  # no call of NCCL may begin once the communicator is about to be aborted
+            if group._backend is None:
+                raise RuntimeError("the communicator was closed")
             work = getattr(group._backend, operation)(*arguments)
             return None if work is None else IssuedWork(work, group._calls, is_ours=group._is_ours)
 

@@ -7,7 +7,7 @@ its kind takes its place: so the newest is known in the end, and says in ``left_
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,14 +19,14 @@ _EVENTS = frozenset({"StageEntered", "AloneBegan", "AloneEnded", "JoinRequested"
 """The same for lines of the kind "event": each loop of the script or each checkpoint makes some."""
 _WITHOUT_CHANGE = frozenset({"Report", "SkipLoop", "PostponeTimeouts"})
 """Actions after which the run has the same workers as before."""
+_LONGEST_S = 256.0
 _IN_FULL = 1000
 """So many lines of a kind are written before the first is left out."""
 
 
 class Spacing:
-    """How many seconds must pass between two lines of one kind: 0 before the first 1000, then 1; twice as many after each 1000.
-
-    So a run of a year writes at most about 16,000 lines of a kind.
+    """How many seconds must pass between two lines of one kind: 0 before the first 1000, then 1; twice as many after each 1000, up
+    to 256. So a run of a year writes at most about 130,000 lines of a kind.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class Spacing:
 
     @property
     def seconds(self) -> float:
-        return 0.0 if self._lines < _IN_FULL else 2.0 ** (self._lines // _IN_FULL - 1)
+        return 0.0 if self._lines < _IN_FULL else min(_LONGEST_S, 2.0 ** (self._lines // _IN_FULL - 1))
 
 
 @dataclass
@@ -69,11 +69,11 @@ class EventThinning:
 
     def due(self, now: float) -> list[Line]:
         """Returns the lines that have waited long enough."""
-        return [self._take(row, now) for row in self._rows.values() if row.waiting is not None and now >= row.next_at]
+        return _in_order(self._take(row, now) for row in self._rows.values() if row.waiting is not None and now >= row.next_at)
 
     def rest(self) -> list[Line]:
         """Returns all lines that wait: the run is over."""
-        return [self._take(row, float("-inf")) for row in self._rows.values() if row.waiting is not None]
+        return _in_order(self._take(row, float("-inf")) for row in self._rows.values() if row.waiting is not None)
 
     def _take(self, row: _Row, now: float) -> Line:
         assert row.waiting is not None
@@ -81,6 +81,10 @@ class EventThinning:
         row.spacing.count()
         row.waiting, row.left_out, row.next_at = None, 0, now + row.spacing.seconds
         return found
+
+
+def _in_order(lines: Iterable[Line]) -> list[Line]:
+    return sorted(lines, key=lambda line: line["time"])
 
 
 def _name(line: Line) -> str:

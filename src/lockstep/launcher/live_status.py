@@ -9,6 +9,7 @@ The answer is one JSON object:
     step         the newest step that rank 0 has reported; epoch, samples, values: what it said with it; NaN and infinity
                  are texts
     verdict      which worker slows the run down, as in a line of the kind "verdict"; null if none does
+    checkpoint   the step and the place of the newest checkpoint; null if there is none
     summary      what the run has come to so far, in sentences
     now          the time of the answer
     worker_count how many workers there are; workers: at most 256 of them, from number ``first`` of the request on. Each has
@@ -76,6 +77,7 @@ class LiveStatus:
             "samples": None if progress is None else progress.samples,
             "values": {} if progress is None else {name: number(each) for name, each in progress.values.items()},
             "verdict": self._verdict(),
+            "checkpoint": self._summary.checkpoint,
             "summary": [each for each in self._sentences() if each],
             "worker_count": len(workers),
             "workers": [self._describe(each, state, ranks, placed) for each in workers[first : first + _MAX_WORKERS]],

@@ -8,8 +8,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from lockstep.recording.json_lines import JsonLinesTail
+from lockstep.launcher.file_ends import first_events
 
+_FIRST_BYTES = 1 << 18
+"""Agents register at the beginning of a run."""
 _ESCAPES = re.compile(
     rb"\x1b\[[0-?]*[ -/]*[@-~]?"  # colours, and moves of the cursor
     rb"|\x1b\][^\x07\x1b\n]*(?:\x07|\x1b\\)?"  # titles and links
@@ -31,7 +33,7 @@ def log_files(run_dir: Path) -> list[tuple[int, Path]]:
 
 def why_no_logs(run_dir: Path) -> str:
     """Says why no worker has a log here: none was started yet, or the workers are on other machines."""
-    if any(line.get("kind") == "registered" for line in JsonLinesTail(run_dir / "events.jsonl").read()):
+    if any(line["kind"] == "registered" for line in first_events(run_dir, _FIRST_BYTES)):
         return "The logs are in the run folders of its agents: ask `lockstep ls` on their machines."
     return "None has been started yet, or its folder could not be written."
 

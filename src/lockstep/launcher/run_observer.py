@@ -102,4 +102,5 @@ class RunObserver:
         self._console.show_last_lines(last_lines(self._summary, costs, self._run_folder.path, has_said_where))
 
     def close(self) -> None:
+        self._stragglers.write_stops()
         self._observation.close()

@@ -114,7 +114,9 @@ def read_status(path: Path, *, ask: bool = True, timeout_s: float = _ANSWER_S) -
             return replace(status, state=UNKNOWN)
         return replace(status, state=SILENT if (path / "agent.sock").exists() else STARTING)
     verdict = (live.get("verdict") or {}).get("sentence", "")
-    status = replace(status, verdict=verdict, summary=tuple(live.get("summary", ())))
+    saved = live.get("checkpoint") or status.checkpoint
+    checkpoint = None if saved is None else (int(saved[0]), str(saved[1]))
+    status = replace(status, verdict=verdict, summary=tuple(live.get("summary", ())), checkpoint=checkpoint)
     return replace(status, state=live["state"], pid=live["pid"], step=max(live["step"], -1), live=live)
 
 
@@ -138,7 +140,7 @@ def _from_events(path: Path, first: Sequence[dict[str, Any]], last: Sequence[dic
         role=command.get("role") or ("agent" if "command" in begin else "run"),
         words=tuple(command.get("words") or filter(None, [begin.get("command")])) or _words_of_machines(path),
         began=first[0]["time"] if first else 0.0,
-        ended=last[-1]["time"] if last else None,
+        ended=max((line["time"] for line in last), default=None),
         pid=begin.get("pid") or command.get("pid"),
         host=command.get("host") or "",
         step=last_recorded_step(path) if step is None else step,

@@ -47,6 +47,7 @@ from lockstep.training.step_gate import StepGate
 
 P = ParamSpec("P")
 T = TypeVar("T")
+_GENERATOR = "the random generator"
 _OBSERVED_CALLS = 8
 """In so many calls it is observed what a function does."""
 Key = tuple[tuple[str, Hashable], ...]
@@ -266,7 +267,8 @@ class CapturedFunction(Generic[P, T]):
         finally:
             torch.clear_autocast_cache()
             saved.restore()
-        self._recordings.add(key, kept)
+        now = {_GENERATOR: recorder.generator}  # a rehearsal that failed may have replaced it
+        self._recordings.add(tuple((what, now.get(what, value)) for what, value in key), kept)
         if self._recordings.dropped == 1:
             self._context.notice(
                 f"{self._name} comes with more than the {len(self._recordings)} shapes that are kept as captures. Pad batches to "
@@ -294,16 +296,21 @@ class CapturedFunction(Generic[P, T]):
             recorded.returned = None
             return [*returned, *recorded.memory]
 
-        reads = MemoryReads()
+        reads, is_seen = MemoryReads(), True
         try:
             recorder.rehearse(lambda: body(reads))
         except CannotRecord:
             if reads.has_met_gradient:
                 raise
-            # whether the function can be recorded is for the recording to say: a rehearsal has a mode that it has not
+            is_seen = False  # whether the function can be recorded is for the recording to say, which is made without this mode
         found.clear()
         torch.clear_autocast_cache()
         recording = recorder.record(body)
+        if not is_seen:
+            self._context.notice(
+                f"{self._name} is captured, but Lockstep could not see which attributes it reads: change tensors in attributes in "
+                "place (copy_), do not replace them."
+            )
         recorded, outputs, changed = found
         scales = [scaler._scale for scaler in self._context.gate.enabled_scalers if scaler._scale is not None]
         known = [*inputs, *followed, *scales, *self._outer.tensors(), *work.tensors()]
@@ -335,7 +342,7 @@ class CapturedFunction(Generic[P, T]):
             ("what requires gradients", bytes(tensor.requires_grad for tensor in tensors)),
             ("where the model's tensors are", addresses(tensors)),
             ("the scale", tuple(0 if s._scale is None else s._scale.data_ptr() for s in self._context.gate.enabled_scalers)),
-            ("the random generator", recorder.generator),
+            (_GENERATOR, recorder.generator),
             *work.key(),
         )
 

@@ -113,8 +113,8 @@ class UpdateWork:
 def host_state(optimizers: list[Optimizer]) -> dict[str, Any]:
     """Return what the optimizers keep on the host and may change in a step: counts in their state, groups and attributes."""
     found: dict[str, Any] = {}
-    for optimizer in optimizers:
-        kind = type(optimizer).__name__
+    for place, optimizer in enumerate(optimizers):
+        kind = f"{place} {type(optimizer).__name__}"
         for number, group in enumerate(optimizer.param_groups):
             found |= {f"{kind}: {k} of group {number}": v for k, v in group.items() if _is_number(v)}
         for number, (param, state) in enumerate(optimizer.state.items()):
@@ -130,28 +130,33 @@ def describe_host_work(before: dict[str, Any], after: dict[str, Any]) -> str | N
     changed = [name for name in after if name in before and repr(before[name]) != repr(after[name])]
     if not changed:
         return None
-    kind, what = changed[0].split(": ")
+    kind, what = changed[0].partition(" ")[2].split(": ")
     return (
         f"{kind} counts on the host ({what.split(' of ')[0]}). Construct it with fused=True or capturable=True, if it has these "
         "arguments, and its count is on the GPU"
     )
 
 
-def state_tensors(optimizers: list[Optimizer]) -> dict[tuple[str, str, int], Tensor]:
-    """Return the tensors in the states of the optimizers, by optimizer, name and number of the parameter."""
+StateTensors = dict[tuple[int, str, str, int], Tensor]
+"""(place of the optimizer, its class, name, number of the parameter) -> tensor."""
+
+
+def state_tensors(optimizers: list[Optimizer]) -> StateTensors:
+    """Return the tensors in the states of the optimizers."""
     return {
-        (type(optimizer).__name__, str(name), number): value
-        for optimizer in optimizers
+        (place, type(optimizer).__name__, str(name), number): value
+        for place, optimizer in enumerate(optimizers)
         for number, state in enumerate(optimizer.state.values())
         for name, value in (state.items() if isinstance(state, dict) else ())
         if isinstance(value, Tensor)
     }
 
 
-def describe_replaced(before: dict[tuple[str, str, int], Tensor], after: dict[tuple[str, str, int], Tensor]) -> str | None:
+def describe_replaced(before: StateTensors, after: StateTensors) -> str | None:
     """Return which tensor of an optimizer's state was replaced by another one in a step, or None if none was."""
-    for (kind, name, number), tensor in before.items():
-        if after.get((kind, name, number)) is not tensor:
+    for key, tensor in before.items():
+        _, kind, name, _ = key
+        if after.get(key) is not tensor:
             return (
                 f"{kind} puts another tensor into its state for `{name}` in a step, and a replay would write to the old one. Let "
                 f"it write `{name}` in place (copy_), or call {kind}.step() outside of it"
