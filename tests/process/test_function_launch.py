@@ -103,6 +103,24 @@ assert {weights for _, weights in disturbed} == {alone[0][1]}, (alone, disturbed
     assert run.stdout() == "trained on rank 0\n" * 2
 
 
+def test_a_library_that_starts_a_thread_in_each_fork_does_not_prevent_a_launch(launch: Callable[..., LaunchedRun]) -> None:
+    run = launch(
+        """
+import os, threading, lockstep
+
+def start_thread():
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+
+os.register_at_fork(after_in_child=start_thread)  # as OpenTelemetry does, which W&B uses
+start_thread()
+print(lockstep.launch(lambda: int(os.environ["RANK"]), 2))
+""",
+        workers=0,
+    )
+    assert run.wait() == 0, run.dump()
+    assert run.stdout() == "[0, 1]\n"
+
+
 def test_ctrl_c_stops_the_workers_and_is_raised(launch: Callable[..., LaunchedRun]) -> None:
     run = launch(
         """

@@ -29,8 +29,8 @@ _ELSEWHERE_S = 300.0
 
 
 class RunFolder:
-    """Made by ``create``. ``record`` appends to ``events.jsonl`` without buffering: a killed agent loses no line but those that wait
-    (event_thinning.py).
+    """Made by ``create``. ``record`` appends to ``events.jsonl`` without buffering: a killed agent loses no line but those that
+    wait (event_thinning.py).
 
     ``folder``: a descriptor of the folder. Its lock shows that a run uses the folder, and ends with this process.
     """

@@ -58,7 +58,9 @@ def main() -> None:
 def serve(connection: socket.socket, agent_pid: int, execute: Callable[[], None], restored_env: dict[str, str | None]) -> None:
     """Fork workers that call ``execute``, as requested until the agent closes its end. Then returns; never returns in a worker.
 
-    This process must have one thread. ``restored_env``: the variables that were changed for this process.
+    ``restored_env``: the variables that were changed for this process. It should have one thread, because a lock that another
+    thread holds stays locked in a fork. In a fork of the user's interpreter, libraries may start their threads again (OpenTelemetry
+    does so, which W&B uses): these libraries expect to be forked.
     """
     forked = _serve(connection, agent_pid)
     if forked is not None:
@@ -97,8 +99,6 @@ def _serve(connection: socket.socket, agent_pid: int) -> tuple[WorkerSpec, Descr
         if request is None:
             return None
         workers = request["workers"]
-        assert threading.active_count() == 1
-        assert threads() == 1
         sys.stdout.flush()
         sys.stderr.flush()
         gc.freeze()

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -99,5 +100,8 @@ class ForkStart:
             for target in (1, 2):
                 os.dup2(log.fileno(), target)
             self._serve(remote, agent_pid)
+        except BaseException:  # noqa: BLE001 - nothing may leave this fork of the user's interpreter
+            traceback.print_exc()
+            sys.stderr.flush()
         finally:
             os._exit(1)
