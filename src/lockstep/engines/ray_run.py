@@ -208,12 +208,13 @@ class RayRun:
 
     def _wait_for_agents(self) -> None:
         """The head has told the agents that the run is over."""
-        for agent in self._agents:
-            agent.handle.set_over.remote()
+        told = [agent.handle.set_over.remote() for agent in self._agents]
         deadline = time.monotonic() + _AGENTS_END_S
         while (left := deadline - time.monotonic()) > 0:
             running = [each for each, watched in self._pending.items() if watched is not self._head]
             if not running:
+                if told:  # if an actor is killed before it has answered, Ray prints an error among the output of rank 0
+                    ray.wait(told, num_returns=len(told), timeout=left)
                 return
             for each in ray.wait(running, num_returns=1, timeout=left)[0]:
                 with suppress(UsageError, WorkerError):
