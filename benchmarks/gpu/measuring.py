@@ -18,7 +18,7 @@ LEAST_STEPS, MOST_STEPS = 2, 40  # in a turn
 LEAST_ROUNDS, MOST_ROUNDS = 3, 25
 WARM_UP = 8  # steps: torch DDP rebuilds its buckets, Lockstep learns its order, convolutions are tuned, steps are captured
 MEMORY_STEPS = 3
-FINISHING, FINISHING_S = 3, 0.15  # so many collectives, each after such a pause, before memory is looked at
+FINISHING, FINISHING_S = 3, 0.15  # the number of collectives and the pause before each, until memory is read
 
 
 def steps_of_turn(step_s: float) -> int:

@@ -27,7 +27,7 @@ from lockstep.recording.reader import RecordingReader
 
 _POLL_S = 0.2
 _PRINTED = 100
-"""So many lines are printed by one system call."""
+"""How many lines one system call prints."""
 _EVENTS = [event.__name__ for event in get_args(Event)]
 """The names of events of membership, in lines of the kind "event"."""
 

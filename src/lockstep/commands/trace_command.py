@@ -24,7 +24,7 @@ from lockstep.recording.trace import make_trace
 _DEFAULT_STEPS = 20
 _POLL_BYTES = 1 << 18
 _LEAST_RECORDS = 2000
-"""So many records are kept before those that are too old are dropped."""
+"""How many records are kept at least before those that are too old are dropped."""
 
 
 def add_parsers(commands: Any) -> None:

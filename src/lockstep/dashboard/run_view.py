@@ -29,7 +29,7 @@ _MAX_PAUSES = 2000
 _MIN_PAUSE_S = 0.005
 _RECENT = 400
 _RECENT_STEPS = 12
-"""Of so many workers that 400 records are fewer steps, more records are kept."""
+"""If a run has so many workers that 400 records are fewer steps than this, more records are kept."""
 _RARE = frozenset({CHECKPOINT, EVALUATE, RECOVERY})
 
 

@@ -21,7 +21,7 @@ _WITHOUT_CHANGE = frozenset({"Report", "SkipLoop", "PostponeTimeouts"})
 """Actions after which the run has the same workers as before."""
 _LONGEST_S = 256.0
 _IN_FULL = 1000
-"""So many lines of a kind are written before the first is left out."""
+"""How many lines of a kind are written before the first is left out."""
 
 
 class Spacing:
@@ -33,7 +33,7 @@ class Spacing:
         self._lines = 0
 
     def count(self, lines: int = 1) -> None:
-        """So many lines were written."""
+        """Note that ``lines`` more lines were written."""
         self._lines += lines
 
     @property

@@ -49,7 +49,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 _GENERATOR = "the random generator"
 _OBSERVED_CALLS = 8
-"""In so many calls it is observed what a function does."""
+"""In how many calls Lockstep observes what a function does."""
 Key = tuple[tuple[str, Hashable], ...]
 """(what, its value) for everything on which a recording depends."""
 

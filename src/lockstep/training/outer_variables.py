@@ -19,7 +19,7 @@ from torch import Tensor
 from lockstep.training.call_signature import PLAIN
 
 _MOST_FUNCTIONS = 64
-"""So many functions are looked into."""
+"""How many functions are looked into at most."""
 
 
 class OuterVariables:
